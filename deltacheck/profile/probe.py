@@ -18,7 +18,7 @@ from deltacheck.codec.base import U8, U64, Encoded
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.profile.planner import Machine
 from deltacheck.store.files.arrays import bytes_on_disk
-from deltacheck.store.files.waiting import TIMEOUT_SECONDS
+from deltacheck.store.files.background import TIMEOUT_SECONDS
 from deltacheck.store.roots.opening import create_store
 from deltacheck.store.segment import INDEX
 

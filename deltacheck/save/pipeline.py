@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,8 @@ from deltacheck.restore import receipt
 from deltacheck.save import freed_memory
 from deltacheck.save.chains.base_check import SHARE, BaseCheck
 from deltacheck.save.chains.chain_state import ChainState
-from deltacheck.save.job.failures import FailureCount
 from deltacheck.save.job.save_job import SaveJob
-from deltacheck.save.job.save_log import SaveLog
+from deltacheck.save.job.save_log import FailureCount, SaveLog
 from deltacheck.save.progress import Progress, as_save_failed
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.store.files.background import Background, Task
@@ -86,7 +85,7 @@ class Pipeline:
         self._disk = Background(1, "deltacheck-disk")
         self._base = BaseCheck()
         self._look = Background(1, "deltacheck-look")
-        self._looking: Task | None = None
+        self._looking: Task[None] | None = None
         loops = {"deltacheck-encoder": self._encode_loop, "deltacheck-committer": self._commit_loop}
         self._threads = [
             threading.Thread(target=loop, name=name, daemon=True) for name, loop in loops.items()
@@ -317,25 +316,25 @@ class Pipeline:
             read_back = partial(receipt.rebuild, store, manifest, digests, job.segment.entries)
             job.progress.give_receipt(self._on_disk(job, read_back))
 
-    def _require_base(self, job: SaveJob, refs: Iterable[str]) -> None:
-        """Raise ``SaveFailed`` if segments that the step needs are gone."""
+    def _require_base(self, job: SaveJob, refs: Collection[str]) -> None:
+        """Raise ``SaveFailed`` if segments that the step needs are gone, or have lost files."""
+        store = job.setup.store
+
+        def look() -> list[str]:
+            if not isinstance(store.path, Path):
+                # What this save has just written was acknowledged by the store.
+                return self._base.lost_objects(store, set(refs) - {job.writer.id})
+            return self._base.lost(store, refs, SHARE * (time.perf_counter() - job.request.begin))
+
         # The last moment before the step is acknowledged: others, such as a purge of old files, may
         # have removed what it stands on.
-        missing = self._on_disk(job, partial(self._lost_base, job, refs))
+        missing = self._on_disk(job, look)
         if missing:
             raise SaveFailed(
                 f"the save of step {job.request.step} needs {len(missing)} segments of"
-                f" {job.setup.store.path} that are gone or have lost files, the first {missing[0]}:"
+                f" {store.path} that are gone or have lost files, the first {missing[0]}:"
                 " another program has removed files of the root. The next save writes whole leaves"
             )
-
-    def _lost_base(self, job: SaveJob, refs: Iterable[str]) -> list[str]:
-        """Return the segments that a step needs and that are gone, or have lost files."""
-        store = job.setup.store
-        if not isinstance(store.path, Path):
-            # What this save has just written was acknowledged by the store.
-            return self._base.lost_objects(store, set(refs) - {job.writer.id})
-        return self._base.lost(store, refs, SHARE * (time.perf_counter() - job.request.begin))
 
     def _on_disk(self, job: SaveJob, action: Callable[[], _Result]) -> _Result:
         """Carry out an action that waits for the storage, on a thread that can be left behind.
@@ -344,9 +343,8 @@ class Pipeline:
             SaveFailed: The action takes too long. It may still go on, and end at any time; later
                 saves get another thread.
         """
-        results: list[_Result] = []
         seconds = _PATIENCE * job.setup.options.io_timeout_seconds
-        pending = self._disk.start(lambda: results.append(action()))
+        pending = self._disk.start(action)
         if not pending.wait(seconds):
             # The old thread hangs in the call. Later saves must not wait behind it.
             self._disk = Background(1, "deltacheck-disk")
@@ -354,8 +352,7 @@ class Pipeline:
                 f"the save of step {job.request.step}: the storage did not answer within"
                 f" {seconds:.3g} s; it may hang"
             )
-        pending.result()
-        return results[0]
+        return pending.result()
 
     # --- failures ---------------------------------------------------------------------------------
 

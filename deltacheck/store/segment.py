@@ -266,17 +266,15 @@ class SegmentWriter:
                 " report it"
             )
         # The table comes last: a segment without it is garbage that the collector removes.
-        documents_of = dict.fromkeys(self._groups(), layout.group_json({})) | {self.path: content}
+        groups = {layout.LEAVES: self._has_natural, layout.PACKED: self._packed}
+        folders = [self.path / name for name, anything in groups.items() if anything]
+        documents_of = dict.fromkeys(folders, layout.group_json({})) | {self.path: content}
         for folder, document in documents_of.items():
             arrays.write_document(folder, document, self._durability)
         # Files were synced as they were written. Their names survive only from here on.
         self._durability.sync_tree(self.path)
         stored_bytes = storage_of(self.path).bytes_written()
         return SegmentRef(self.id, document_digest(content), stored_bytes)
-
-    def _groups(self) -> list[Place]:
-        holds = {layout.LEAVES: self._has_natural, layout.PACKED: self._packed}
-        return [self.path / name for name, anything in holds.items() if anything]
 
 
 # Waits for the content of a segment's table, and returns it.

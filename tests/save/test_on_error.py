@@ -21,8 +21,8 @@ from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.errors import ReceiptFailed, SaveFailed
 from deltacheck.save import pipeline
-from deltacheck.save.job.failures import FailureCount
 from deltacheck.save.job.save_job import SaveJob
+from deltacheck.save.job.save_log import FailureCount
 from deltacheck.store.files import arrays
 from deltacheck.store.files.durability import Durability
 from tests.support.states import assert_same, nudge, training_state

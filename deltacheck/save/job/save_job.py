@@ -16,14 +16,13 @@ import msgspec
 
 from deltacheck.leaf.spec import SaveReport
 from deltacheck.policy.causes import cause_of
-from deltacheck.save.job.early_copies import EarlyCopies
 from deltacheck.save.job.leaf_capture import LeafCapture
 from deltacheck.save.job.leaf_state import LeafSave, LeafState
 from deltacheck.save.job.manifest_builder import SaveRequest, Terms, build_manifest, leaf_report
 from deltacheck.save.job.part_writer import PartWriter
 from deltacheck.save.job.segment_builder import SegmentBuilder
 from deltacheck.save.job.setup import Setup
-from deltacheck.save.job.source import LeafSource
+from deltacheck.save.job.source import EarlyCopies, LeafSource
 from deltacheck.save.progress import Progress
 from deltacheck.save.save_options import cache_bytes_of
 from deltacheck.store.manifest import Manifest, SegmentRef

@@ -1,4 +1,8 @@
-"""Report each committed save: to the log, with a summary at the end, and to listeners."""
+"""What has become of the saves: reports of those that were committed, and a count of failures.
+
+Reports go to the log, with a summary at the end, and to listeners. The failures decide which of
+them a later call raises.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,10 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
+from deltacheck.errors import ReceiptFailed, SaveFailed
 from deltacheck.leaf.spec import SaveReport
 from deltacheck.save.progress import Progress
+from deltacheck.store.lock.interrupts import Lock
 
 log = logging.getLogger("deltacheck")
 
@@ -78,6 +84,63 @@ class SaveLog:
         if self._last is not None:
             self._blocking_seconds += self._last.blocking_seconds
         self._last = None
+
+
+class FailureCount:
+    """The failed saves of one saver since it committed a step. Any thread may call it.
+
+    Args:
+        on_error: ``"raise"``: the next call raises a failure. ``"log"``: only the log and the
+            handle have it, until ``max_failures`` saves in a row have failed.
+        max_failures: The number of failures in a row from which on ``"log"`` raises, too.
+
+    Attributes:
+        in_a_row: The saves that failed since the last commit.
+    """
+
+    def __init__(self, on_error: str, max_failures: int) -> None:
+        self.is_tolerant = on_error == "log"
+        self._max_failures = max_failures
+        self.in_a_row = 0
+        self._newest: Exception | None = None
+        self._lock = Lock()
+
+    def add(self, error: Exception) -> None:
+        """Count a failed save."""
+        with self._lock:
+            self.in_a_row += 1
+            self._newest = error
+
+    def committed(self, counted: int) -> None:
+        """Begin a new row after a commit whose manifest has counted ``counted`` failures."""
+        with self._lock:
+            # A later save may have failed while this one was committed.
+            self.in_a_row -= counted
+            if not self.in_a_row:
+                self._newest = None
+
+    def to_raise(self, error: Exception) -> Exception | None:
+        """Return the error that a call must raise for a failed save, or ``None``."""
+        # Bits have changed between memory and disk, which the next save does not cure.
+        if not self.is_tolerant or isinstance(error, ReceiptFailed):
+            return error
+        if self.in_a_row < self._max_failures:
+            return None
+        failure = SaveFailed(
+            f"{self.in_a_row} saves in a row have failed (max_failures={self._max_failures})."
+            f" {error}"
+        )
+        failure.__cause__ = error
+        return failure
+
+    def raise_lost(self) -> None:
+        """Raise the failure of the newest save, which ``"log"`` has kept, if nothing followed it.
+
+        For the end of the process: its exit status must say that the last save is lost.
+        """
+        newest = self._newest
+        if self.is_tolerant and newest is not None:
+            raise newest
 
 
 class SaveNumbers:

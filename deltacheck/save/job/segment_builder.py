@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from deltacheck.store.segment import SegmentWriter, is_packed
 # or more than these. Larger: more writes at a time; smaller: less memory.
 LEAST_KEYFRAME_WINDOW_BYTES = 8 << 20
 KEYFRAME_WINDOW_BYTES = 32 << 20
+
+
+_path: Callable[[LeafSave], str] = attrgetter("source.path")
 
 
 class SegmentBuilder:
@@ -177,7 +181,3 @@ class SegmentBuilder:
         )
         self._digest_tables.append(digests)
         self._digest_rows += digests.shape[0]
-
-
-def _path(leaf: LeafSave) -> str:
-    return leaf.source.path

@@ -25,12 +25,11 @@ from deltacheck.errors import Damaged, StorageFailed
 from deltacheck.leaf import grid
 from deltacheck.leaf.external_errors import unreadable
 from deltacheck.store.files import chunk_files
-from deltacheck.store.files.background import Background
+from deltacheck.store.files.background import TIMEOUT_SECONDS, Background, wait_for
 from deltacheck.store.files.chunk_files import Cells
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.native_files import JoinedRead
 from deltacheck.store.files.storage import Place, storage_of
-from deltacheck.store.files.waiting import TIMEOUT_SECONDS, wait_for
 from deltacheck.store.lock.deadline import Deadline
 
 Attributes = Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Worker threads that save and read while training goes on."""
+"""Worker threads that save and read while training goes on, and bounded waits for the storage."""
 
 from __future__ import annotations
 
@@ -11,28 +11,37 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Thread
+from typing import Any, Generic, TypeVar
 
+from deltacheck.errors import StorageTimeout
 from deltacheck.store.lock.interrupts import Condition
+
+Result = TypeVar("Result")
 
 _MOST_NICENESS = 19
 # The longest wait without progress, at the end of the process, for tasks that nobody waits for.
 _EXIT_SECONDS = 5.0
 
+# Of one read, or one small file. Longer: a stalled file system gets more time; shorter: a caller
+# learns of a lost one sooner.
+TIMEOUT_SECONDS = 600.0
+
 # The tasks of this process that are not finished.
-_under_way: set[Task] = set()
+_under_way: set[Task[Any]] = set()
 _ends = Condition()
 os.register_at_fork(after_in_child=_under_way.clear)
 
 
-class Task:
+class Task(Generic[Result]):
     """Work of another thread, as a future, without a lock (``interrupts``).
 
     Args:
         work: Called on the thread.
     """
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work: Callable[[], None] | None = work
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self._work: Callable[[], Result] | None = work
+        self._result: list[Result] = []
         self._error: BaseException | None = None
         self._end = Condition()
 
@@ -50,17 +59,21 @@ class Task:
             raise TimeoutError
         return self._error
 
-    def result(self, timeout: float | None = None) -> None:
-        """Wait for the end. Raises the error of the work, or ``TimeoutError``."""
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the end, and return what the work has returned.
+
+        Raises the error of the work, or ``TimeoutError``.
+        """
         error = self.exception(timeout)
         if error is not None:
             raise error
+        return self._result[0]
 
     def carry_out(self) -> None:
         """Do the work on the calling thread."""
         assert self._work is not None
         try:
-            self._work()
+            self._result.append(self._work())
         except BaseException as error:  # noqa: BLE001 - it is raised where the end is waited for
             self._error = error
         finally:
@@ -87,7 +100,7 @@ class Background:
     """
 
     def __init__(self, threads: int, name: str, niceness: int = 0) -> None:
-        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
         self._threads = [
             Thread(target=_serve, args=(self._tasks, niceness), name=name, daemon=True)
             for _ in range(threads)
@@ -102,7 +115,7 @@ class Background:
         # Not at exit: the saves under way may be finished after that.
         weakref.finalize(self, _end, self._tasks).atexit = False
 
-    def start(self, work: Callable[[], None]) -> Task:
+    def start(self, work: Callable[[], Result]) -> Task[Result]:
         """Call ``work`` on one of the threads; return the task."""
         task = Task(work)
         _under_way.add(task)
@@ -119,7 +132,7 @@ class Background:
             thread.join(1.0)
 
 
-def _serve(tasks: SimpleQueue[Task | None], niceness: int) -> None:
+def _serve(tasks: SimpleQueue[Task[Any] | None], niceness: int) -> None:
     if niceness:
         lower_priority(niceness)
     while (task := tasks.get()) is not None:
@@ -128,6 +141,25 @@ def _serve(tasks: SimpleQueue[Task | None], niceness: int) -> None:
         # which an idle thread must not hold.
         del task
     _end(tasks)
+
+
+def wait_for(future: Any, path: object, seconds: float | None = None) -> Any:
+    """Return the result of a task or a future of TensorStore; ``StorageTimeout`` after ``seconds``.
+
+    TensorStore retries some failures of a file system without end.
+
+    Args:
+        future: The operation under way.
+        path: The file or array that it concerns, for the error.
+        seconds: Longest wait; ``None``: ``TIMEOUT_SECONDS``.
+    """
+    seconds = TIMEOUT_SECONDS if seconds is None else seconds
+    try:
+        return future.result(timeout=seconds)
+    except TimeoutError:
+        raise StorageTimeout(
+            f"{path}: the storage did not answer within {seconds:.3g} s; it may hang"
+        ) from None
 
 
 def lower_priority(niceness: int) -> None:
@@ -145,14 +177,14 @@ def lower_priority(niceness: int) -> None:
             )
 
 
-def carried_out(work: Callable[[], None]) -> Task:
+def carried_out(work: Callable[[], Result]) -> Task[Result]:
     """Call ``work`` on the calling thread; return a task that has ended."""
     task = Task(work)
     task.carry_out()
     return task
 
 
-def _end(tasks: SimpleQueue[Task | None]) -> None:
+def _end(tasks: SimpleQueue[Task[Any] | None]) -> None:
     # One mark is enough: the first thread that gets it passes it on.
     tasks.put(None)
 

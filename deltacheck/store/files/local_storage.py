@@ -11,6 +11,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -20,9 +21,9 @@ from deltacheck.errors import Damaged, RootBusy, StorageFailed
 from deltacheck.leaf.external_errors import remedy, unreadable, walk
 from deltacheck.store import layout
 from deltacheck.store.files import chunk_files
+from deltacheck.store.files.background import wait_for
 from deltacheck.store.files.object_path import ABSENT
 from deltacheck.store.files.storage_interface import Storage
-from deltacheck.store.files.waiting import wait_for
 from deltacheck.store.lock import pins
 from deltacheck.store.lock.capabilities import lacking
 from deltacheck.store.lock.lease import Lease, LocalLease
@@ -397,7 +398,7 @@ def list_directory(path: Path) -> list[os.DirEntry[str]]:
     """
     try:
         with os.scandir(str(path)) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
+            return sorted(entries, key=attrgetter("name"))
     except FileNotFoundError:
         return []
     except PermissionError as error:

@@ -146,7 +146,7 @@ class JoinedRead:
         self._pieces.append(np.stack([file, low - base, high - low, block, position], axis=1))
         return offsets.astype(np.uint64)
 
-    def start(self, memory: U8) -> list[tuple[Task, Place | str]]:
+    def start(self, memory: U8) -> list[tuple[Task[None], Place | str]]:
         """Begin to read on the reader threads; return the tasks, and the first array of each.
 
         Args:
@@ -209,7 +209,7 @@ def _opened(place: Place, files: Sequence[ArrayFile]) -> Iterator[list[int]]:
             os.close(descriptor)
 
 
-def start(work: Callable[[], None]) -> Task:
+def start(work: Callable[[], None]) -> Task[None]:
     """Call ``work`` on a reader thread; return the task."""
     try:
         return _readers(os.getpid()).start(work)

@@ -16,10 +16,9 @@ from deltacheck import Policy, SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.errors import SnapshotTorn
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.save.job.early_copies import EarlyCopies
 from deltacheck.save.job.leaf_capture import LeafCapture
 from deltacheck.save.job.save_job import SaveJob
-from deltacheck.save.job.source import LeafSource, ViewedLeaf, itself
+from deltacheck.save.job.source import EarlyCopies, LeafSource, ViewedLeaf, itself
 from deltacheck.save.treatment.lossy_save import read_together
 
 
