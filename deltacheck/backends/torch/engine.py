@@ -18,8 +18,7 @@ from deltacheck.backends.torch.capture.guard import Guarded
 from deltacheck.backends.torch.capture.offload import Offload
 from deltacheck.backends.torch.group.arrival import Arrival, RestoreHandle
 from deltacheck.backends.torch.group.base_model import BaseModel, begin_from
-from deltacheck.backends.torch.group.engine_session import Session
-from deltacheck.backends.torch.group.open_session import OpenSession
+from deltacheck.backends.torch.group.engine_session import OpenSession, Session
 from deltacheck.backends.torch.group.restores import RestoreRequest
 from deltacheck.backends.torch.state.repeated import KnownFlat
 from deltacheck.errors import DeltacheckError

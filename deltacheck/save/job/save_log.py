@@ -1,4 +1,4 @@
-"""What has become of the saves: reports of those that were committed, and a count of failures.
+"""Report the saves that are committed, and count those that fail.
 
 Reports go to the log, with a summary at the end, and to listeners. The failures decide which of
 them a later call raises.

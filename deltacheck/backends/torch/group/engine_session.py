@@ -1,4 +1,8 @@
-"""The session of an engine: alone or with other ranks, with one root or with a memory tier."""
+"""The session of an engine: alone or with other ranks, with one root or with a memory tier.
+
+torch's global hooks refer to ``OpenSession`` and not to the engine, so that an engine which nobody
+refers to is collected. Its saves are then finished as if it had been closed.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from deltacheck.backends.torch.capture import tensor_codec
+from deltacheck.backends.torch.capture.capture import Capture
+from deltacheck.backends.torch.capture.guard import Guard
 from deltacheck.backends.torch.capture.tensor_codec import TorchCodec
 from deltacheck.backends.torch.group import memory_of_ranks
+from deltacheck.backends.torch.group.arrival import Arrival
 from deltacheck.backends.torch.group.restores import Restores
 from deltacheck.backends.torch.group.run_roots import MemoryFirst, OneRoot, RunRoots
 from deltacheck.backends.torch.state import leaves
@@ -22,6 +29,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.maintain import compaction
 from deltacheck.maintain.memory_tier import MemoryTier, Tier, most_bytes
+from deltacheck.save import exits
 from deltacheck.save.chains.chain_state import Numbers
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.save_options import SaveOptions, Settings
@@ -271,6 +279,101 @@ class Session:
         if self.group is not None:
             self.group.close()
         self.writer.release()
+
+
+class OpenSession:
+    """The session of one engine and all that may outlive it: saves under way, hooks, and the end.
+
+    Args:
+        settings: The settings of all saves.
+        open_session: Opens the session. Its argument waits until no save reads the state any more,
+            and is called in restores only.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        open_session: Callable[[Callable[[], None]], Session],
+    ) -> None:
+        # Only an exact policy reads each leaf once and in order, so that leaves can be copied
+        # ahead.
+        self.capture = Capture(settings)
+        self.session = open_session(self.settle_reads)
+        self.saver = self.session.saver
+        # The rest of an overlapped restore, also after it has failed.
+        self.arrival: Arrival | None = None
+        self._guard: Guard | None = None
+
+    def watch(self) -> Guard:
+        """Watch the steps of all optimizers from now on."""
+        self._guard = Guard(self.before_update)
+        return self._guard
+
+    def before_update(self) -> None:
+        """Wait until the saves under way have read the state, and an overlapped restore is done."""
+        # Its hooks stay, because this may be called by a hook.
+        if (arrival := self.arrival) is not None:
+            arrival.wait()
+        self.settle_reads()
+
+    def await_arrival(self, timeout: float | None = None) -> None:
+        """Wait for an overlapped restore. Each call raises its failure, until the next restore."""
+        if (arrival := self.arrival) is not None:
+            arrival.wait(timeout)
+            arrival.release()
+            self.arrival = None
+
+    def settle_reads(self) -> None:
+        """Wait until no save under way reads the state any more."""
+        if self.saver.settle_reads():
+            # The training's stream waits for the reads, which does not block the host.
+            self.capture.hold()
+        if self._guard is not None:
+            self._guard.announced()
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def end(self, timeout: float | None) -> None:
+        """Finish the saves under way and give the root back, as ``Engine.close``."""
+        deadline = Deadline.after(timeout)
+        arrival = self.arrival if self.saver.is_ours() else None
+        if arrival is not None:
+            arrival.join(timeout)
+            self.arrival = None
+        # Before the saves, of which one may fail: torch's global hook would stay.
+        if self._guard is not None:
+            self._guard.close()
+        try:
+            # A forked child has neither the threads nor the lease of its parent.
+            if self.saver.is_ours():
+                self.session.close(deadline.left)
+        except Exception:
+            exits.forget(self)
+            raise
+        # Not after Ctrl-C, or after ``sys.exit`` in a handler: the exit then finishes the saves.
+        exits.forget(self)
+        if arrival is not None:
+            arrival.finish()
+
+    def end_unattended(self) -> None:
+        """Do the same behind the program, because nobody refers to the engine any more.
+
+        A garbage collection calls this on any thread.
+        """
+        self.session.abandon()
+        self.saver.end_unattended(partial(exits.close_unattended, self))
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the saves when a signal ends the process; see ``exits``."""
+        deadline = Deadline.after(timeout)
+        self.await_arrival(timeout)
+        self.session.finish(deadline.left)
+        self.saver.pipeline.failures.raise_lost()
+
+    def close(self, timeout: float | None = None) -> None:
+        """End when the process ends. Steps that are only in memory are copied too."""
+        self.end(timeout)
+        self.saver.pipeline.failures.raise_lost()
 
 
 def _opened(
