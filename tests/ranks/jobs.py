@@ -479,7 +479,7 @@ def timed(rank: int, size: int, port: int, root: Path, saves: int) -> Any:
             ]
         clock(joint, "begin", "begin")
         clock(joint, "report", "commit")
-        clock(engine._session, "_commit", "make")
+        clock(engine._writer, "commit", "make")
         for step in range(1, saves + 1):
             state["w"] += 1
             dist.barrier()

@@ -17,7 +17,7 @@ import deltacheck
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
 from deltacheck.save.job import save_job, segment_builder
-from deltacheck.store.files import arrays, native_files, waiting
+from deltacheck.store.files import arrays, background, native_files
 from deltacheck.store.files.local_storage import LocalStorage
 from tests.support.waiting import wait_until
 
@@ -158,7 +158,7 @@ def test_a_read_that_hangs_is_told_with_its_file(
 ) -> None:
     with Engine(tmp_path) as engine:
         engine.save(0, {"p": torch.zeros(100_000)}).wait()
-        monkeypatch.setattr(waiting, "TIMEOUT_SECONDS", 0.05)
+        monkeypatch.setattr(background, "TIMEOUT_SECONDS", 0.05)
         original = native_files.JoinedRead.start
         monkeypatch.setattr(
             native_files.JoinedRead,
@@ -179,7 +179,7 @@ def test_a_commit_that_hangs_fails_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Engine(tmp_path) as engine:
-        monkeypatch.setattr(waiting, "TIMEOUT_SECONDS", 0.05)
+        monkeypatch.setattr(background, "TIMEOUT_SECONDS", 0.05)
         monkeypatch.setattr(LocalStorage, "start_write_new", lambda *_: Hanging())
         monkeypatch.setattr(
             arrays,

@@ -116,8 +116,6 @@ class Session:
                 next_seq = max(next_seq, self.live.next_seq())
             self.saver = Saver(self.live.store, TorchCodec(), settings, Numbers(next_seq))
             on_failure.pop_all()
-        # Called in the process with the lease only; the other ranks have no tier.
-        self._commit = (self.roots.tier or self.writer).commit
         self.restores = Restores(self.roots, self.saver, settle_reads, group)
         self.writer.protect(self.saver.chains.protected_segments)
         self.saver.on_resume = self.writer.course.follow
@@ -156,8 +154,10 @@ class Session:
     def begin(self, step: int, flat: Flat, metrics: Mapping[str, float]) -> BegunSave | None:
         """Begin a save, or return ``None`` if all ranks skip it."""
         group, roots = self.group, self.roots
+        # Of ranks, only the one with the lease calls it, which has the tier, too.
+        commit = (roots.tier or self.writer).commit
         if group is None:
-            return BegunSave(flat, self._commit)
+            return BegunSave(flat, commit)
         make_room: Callable[[int, Flat], bool] | None = None
         if isinstance(roots, MemoryFirst):
             make_room = partial(memory_of_ranks.make_room, group, roots, self.saver)
@@ -168,7 +168,7 @@ class Session:
         if begun is None:
             return None
         tiles, attempt = begun
-        make = group.maker(self._commit, self.live.store.path)
+        make = group.maker(commit, self.live.store.path)
         return BegunSave(tiles, partial(attempt.commit, make), attempt.agreed)
 
     def make_room(self, step: int, specs: Iterable[LeafSpec]) -> bool:
