@@ -57,8 +57,7 @@ class Saver:
         numbers: The sequence numbers of the saves.
 
     Attributes:
-        settings: The settings of all saves, without merges if they do not pay.
-        options: The options of all saves.
+        settings, options: Those of all saves.
         is_exact: True if every leaf is stored as it is.
         chains: The chains that the next save goes on from.
         pipeline: The threads, the failures and the log of the saves.

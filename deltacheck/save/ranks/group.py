@@ -143,15 +143,15 @@ class Group:
                 That rank raises its own error itself.
         """
         taken: list[_Taken] = []
-        with self.same_setup(root, setup, remedy) as remove_probe:
-
-            def take_first() -> None:
-                # Before the root is made, which must be empty.
-                remove_probe()
-                taken.append(take())
-
-            self.call_on_first(take_first, call)
         try:
+            with self.same_setup(root, setup, remedy) as remove_probe:
+
+                def take_first() -> None:
+                    # Before the root is made, which must be empty.
+                    remove_probe()
+                    taken.append(take())
+
+                self.call_on_first(take_first, call)
             with self.sharing_failure():
                 opened = taken[0] if taken else follow()
             # Every rank waits here, so that none saves to a root that another one could not open.
