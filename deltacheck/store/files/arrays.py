@@ -156,7 +156,6 @@ class ArraySpec:
             "attributes": dict(self.attributes),
         }
 
-
     def _blosc(self, item: int) -> dict[str, Any]:
         """Return the configuration of the codec of values, of elements of ``item`` bytes.
 
