@@ -1,8 +1,8 @@
 """The bytes that each leaf takes of a segment, by compressing its part of each stream alone.
 
-``deltacheck.report`` divides the size of a file by the lengths of its streams before compression,
-because a report reads no data. Streams shrink by different factors: of first moments about twice as
-much as of the places of changed weights.
+``deltacheck.report`` divides the stored size of a chunk by the lengths of what is in it before
+compression, because a report reads no data. Streams shrink by different factors: of first moments
+about twice as much as of the places of changed weights.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from deltacheck.codec import frames
-from deltacheck.report.data import cost_of
+from deltacheck.report.segment_cost import cost_of
 from deltacheck.store.segment import Segment, stream_arrays
 
 

@@ -7,9 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
-from deltacheck.codec.base import LAWS, METHOD_NAMES, unordered
 from deltacheck.errors import DeltacheckError
 from deltacheck.leaf.contracts import Bounded, name_of
 from deltacheck.leaf.spec import LeafKind, LeafSpec
@@ -20,26 +17,14 @@ from deltacheck.report import history
 from deltacheck.report.cause_sizes import CauseCounter
 from deltacheck.report.groups import classes, groups
 from deltacheck.report.history import ReportedLeaf, Step
+from deltacheck.report.segment_cost import METHODS, Cost, cost_of
 from deltacheck.store import layout
-from deltacheck.store import segment as columns
 from deltacheck.store.files import storage as place
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.opening import open_root
-from deltacheck.store.segment import Segment, stream_sizes
+from deltacheck.store.segment import Segment
 
 PROFILE = "profile.json"  # the default profile, in the root
-# Encodings that the bytes of a step are counted by.
-METHODS = (
-    "keyframe",
-    "sparse",
-    "bitmap",
-    "diff",
-    "planes",
-    "raw",
-    "tables",
-    "merged",
-    "law",
-)
 # Rows of the heat map. Larger: finer, but harder to read.
 MOST_GROUPS = 40
 MOST_CLASSES = 12  # leaf classes of the contracts
@@ -245,105 +230,6 @@ def collect(
         known_profile,
         tuple(problems),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """The sizes of the files of a segment.
-
-    Attributes:
-        by_method: Encoding -> bytes. The sum is the size of all files.
-        by_leaf: Leaf path -> bytes of its values. Arrays that leaves share are divided by length.
-    """
-
-    by_method: Mapping[str, int]
-    by_leaf: Mapping[str, float]
-
-
-def cost_of(segment: Segment) -> Cost:
-    """Measure the files of a segment.
-
-    The files of a part are divided by the lengths of streams before compression.
-
-    Raises:
-        OSError: If a file cannot be read.
-        Damaged: If an index cannot be read.
-    """
-    files = _file_sizes(place.local(segment.path, "a report"))
-    by_method = dict.fromkeys(METHODS, 0)
-    by_leaf: dict[str, float] = {}
-    for path, entry in segment.table.leaves.items():
-        # Deltas are counted by the rows of their parts below.
-        if entry.key is None:
-            continue
-        if entry.key.array:
-            file_bytes = float(files.get((layout.LEAVES, entry.key.array), 0))
-        else:
-            # Small leaves share an array, and its compressed size is divided by their raw sizes.
-            spec, packed_elements = entry.spec(path), segment.table.packed[entry.key.packed]
-            share = (
-                spec.raw_bytes / (packed_elements * spec.element.item_bytes)
-                if packed_elements
-                else 0.0
-            )
-            file_bytes = files.get((layout.PACKED, entry.key.packed), 0) * share
-        by_leaf[path] = file_bytes
-    # The sum is taken over files and not over leaves, so that it has no rounding.
-    by_method["keyframe"] = sum(
-        size for name, size in files.items() if name[:1] in ((layout.LEAVES,), (layout.PACKED,))
-    )
-    for number, part in enumerate(segment.table.parts):
-        index = segment.part(number).index
-        rows = np.zeros(index.shape[0])
-        sizes_of = stream_sizes(index)
-        for codec, lengths in columns.stream_arrays(part).items():
-            file_bytes = files.get((columns.stream_array(number, codec),), 0)
-            sizes = sum(sizes_of[name].astype(np.float64) for name in lengths)
-            rows += sizes * (file_bytes / sum(lengths.values()))
-            method_sizes = np.bincount(
-                index[:, columns.METHOD], weights=sizes, minlength=len(METHOD_NAMES)
-            )
-            for method, size in _divide(file_bytes, method_sizes.tolist()).items():
-                name = "law" if method in LAWS else METHOD_NAMES[unordered(method)]
-                by_method[name] += size
-        for path, entry in segment.table.leaves.items():
-            for in_part, first, count in entry.delta:
-                if in_part == number:
-                    by_leaf[path] = by_leaf.get(path, 0.0) + float(
-                        rows[first : first + count].sum()
-                    )
-    # The rest, so that the encodings add up to all files of the segment.
-    by_method["tables"] = files[()] - sum(by_method.values())
-    return Cost(by_method, by_leaf)
-
-
-def _divide(total: int, weights: Sequence[float]) -> dict[int, int]:
-    """Divide whole bytes by weight. The last share gets the remainder of the rounding."""
-    weighted = {number: weight for number, weight in enumerate(weights) if weight}
-    shares = {
-        number: round(total * weight / sum(weighted.values()))
-        for number, weight in weighted.items()
-    }
-    # The caller skips streams without bytes, so there is a weight.
-    last = max(weighted)
-    return shares | {last: total - sum(shares.values()) + shares[last]}
-
-
-def _file_sizes(path: Path) -> dict[tuple[str, ...], int]:
-    """Return the size of each array's files without its metadata.
-
-    The keys are paths of arrays in the segment. ``()`` stands for all files.
-    """
-    sizes: dict[tuple[str, ...], int] = {(): 0}
-    for folder, _, names in os.walk(path):
-        place = Path(folder).relative_to(path).parts
-        for name in names:
-            size = (Path(folder) / name).stat().st_size
-            sizes[()] += size
-            # Metadata of arrays counts as tables.
-            if name != "zarr.json" and place:
-                sizes[place] = sizes.get(place, 0) + size
-    return sizes
 
 
 class _Segments:

@@ -32,7 +32,7 @@ from deltacheck.policy.causes import (
 )
 from deltacheck.policy.events import Event
 from deltacheck.profile.record import LeafProfile, Profile
-from deltacheck.report.data import METHODS, HeldLeaves, Record, StepRecord
+from deltacheck.report.data import HeldLeaves, Record, StepRecord
 from deltacheck.report.drawing import (
     BLUE,
     FAINT,
@@ -55,6 +55,7 @@ from deltacheck.report.drawing import (
     set_log_axis,
     shorten,
 )
+from deltacheck.report.segment_cost import METHODS
 
 # If there are more checkpoints, neighbours share a column.
 MOST_COLUMNS = 80

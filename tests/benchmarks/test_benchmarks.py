@@ -27,7 +27,7 @@ from benchmarks.record import Figure, Result, Settings, Table, format_cell
 from benchmarks.stream_bytes import leaf_bytes
 from deltacheck.backends.torch import Engine
 from deltacheck.report import history
-from deltacheck.report.data import cost_of
+from deltacheck.report.segment_cost import cost_of
 from deltacheck.store.roots.opening import open_root
 
 # The others have test files of their own; those of ranks are in tests/ranks.

@@ -35,8 +35,9 @@ from deltacheck.leaf.contracts import Bounded, Promise, Reused
 from deltacheck.profile.record import FORMAT, VERSION, Curve, Event, LeafProfile, Profile
 from deltacheck.report import drawing, figures, page
 from deltacheck.report.conclusion import conclusion
-from deltacheck.report.data import METHODS, HeldLeaves, Record, StepRecord, _held, collect
+from deltacheck.report.data import HeldLeaves, Record, StepRecord, _held, collect
 from deltacheck.report.groups import classes, groups
+from deltacheck.report.segment_cost import METHODS, cost_of
 from deltacheck.store import documents
 from deltacheck.store.roots.opening import open_root
 
@@ -175,6 +176,27 @@ def test_bytes_belong_to_the_method_that_the_save_chose(root: Path) -> None:
     assert second.written["diff"] + second.written["planes"] + second.written["raw"] > 400_000, (
         "noise has no shorter form"
     )
+
+
+def test_leaves_of_one_stream_have_the_bytes_that_its_chunks_are_stored_in(tmp_path: Path) -> None:
+    """Before compression two leaves have as many bytes, but not on the disk."""
+    size, random = 1 << 21, torch.Generator().manual_seed(0)
+    noise = torch.randint(1 << 29, 1 << 30, (size,), dtype=torch.int32, generator=random)
+    change = torch.randint(1, 1 << 20, (size,), dtype=torch.int32, generator=random)
+    plain = torch.arange(size, dtype=torch.int32)
+    with Engine(tmp_path, policy=Policy.exact(merge_deltas=False)) as engine:
+        engine.save(0, {"noise": noise, "plain": plain}).wait()
+        engine.save(1, {"noise": noise + change, "plain": plain + 1}).wait()
+    opened = open_root(tmp_path)
+    newest = opened.manifest().segments[-1]
+    segment = opened.store.segment(newest)
+    (part,) = segment.table.parts
+    assert {stream.length for stream in part.streams.values()} == {2 * size}
+    sizes = cost_of(segment)
+    # 20 bits of each word of noise change; the difference of the other leaf is a constant.
+    assert sizes.by_leaf["noise"] == pytest.approx(20 / 8 * size, rel=0.05)
+    assert sizes.by_leaf["plain"] < 0.01 * size
+    assert sum(sizes.by_method.values()) == newest.stored_bytes
 
 
 def test_changed_fractions_are_those_of_the_log(
@@ -530,9 +552,10 @@ def test_a_profile_in_the_root_is_found(root: Path, tmp_path: Path) -> None:
     assert found is not None
     assert found.source == "a test"
     assert "<dt>profile</dt><dd>a test: stable start: step 30</dd>" in write(copy, tmp_path)[1]
+    (tmp_path / "report.html").unlink()
     # Of a run that a program has profiled itself.
     msgspec.structs.replace(profile(), source="", stable_start=None).write(copy / "profile.json")
-    assert "<dt>profile</dt><dd>no stable start</dd>" in write(copy, tmp_path, "--force")[1]
+    assert "<dt>profile</dt><dd>no stable start</dd>" in write(copy, tmp_path)[1]
 
 
 def colours(image: np.ndarray) -> int:
