@@ -59,7 +59,7 @@ def lattice_codes(
     out: NDArray[np.int32],
     halvings: int,
     spare_bits: int,
-) -> tuple[int, float, float]: ...
+) -> tuple[int, float]: ...
 def lattice_values(
     codes: NDArray[np.int32],
     weights: NDArray[np.uint16] | None,
@@ -85,7 +85,7 @@ def nested_codes(
     out: NDArray[np.uint8],
     halvings: int,
     spare_bits: int,
-) -> tuple[int, float, float]: ...
+) -> tuple[int, float]: ...
 def nested_values(
     codes: NDArray[np.uint8],
     weights: NDArray[np.uint16],
@@ -101,7 +101,7 @@ def octave_codes(
     fraction_bits: int,
     band: int,
     out: NDArray[np.uint8],
-) -> tuple[int, float, int]: ...
+) -> int: ...
 def octave_values(
     codes: NDArray[np.uint8], fraction_bits: int, out: NDArray[np.float32]
 ) -> int: ...

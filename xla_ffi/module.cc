@@ -368,7 +368,7 @@ nb::tuple lattice_codes_arrays(const Array<const float>& values,
     nb::gil_scoped_release released;
     errors = lattice_codes(from, cells, count, step, seed, halvings, spare_bits, to);
   }
-  return nb::make_tuple(errors.refused, errors.largest, errors.squared);
+  return nb::make_tuple(errors.refused, errors.largest);
 }
 
 uint64_t lattice_values_arrays(const Array<const int32_t>& codes,
@@ -426,7 +426,7 @@ nb::tuple nested_codes_arrays(const Array<const float>& values,
     nb::gil_scoped_release released;
     errors = nested_codes(from, beside, count, step, seed, code_bytes, halvings, spare_bits, to);
   }
-  return nb::make_tuple(errors.refused, errors.largest, errors.squared);
+  return nb::make_tuple(errors.refused, errors.largest);
 }
 
 uint64_t nested_values_arrays(const Array<const uint8_t>& codes,
@@ -449,9 +449,9 @@ OctaveForm form_of(uint32_t fraction_bits) {
 }
 
 // Codes are passed as bytes, because their type (uint8 or uint16) depends on the fraction bits.
-nb::tuple octave_codes_arrays(const Array<const float>& values,
-                              const std::optional<Array<const uint8_t>>& base,
-                              uint32_t fraction_bits, uint32_t band, const Array<uint8_t>& out) {
+uint64_t octave_codes_arrays(const Array<const float>& values,
+                             const std::optional<Array<const uint8_t>>& base,
+                             uint32_t fraction_bits, uint32_t band, const Array<uint8_t>& out) {
   const OctaveForm form = form_of(fraction_bits);
   const uint64_t count = values.size();
   if (base && base->size() != count * form.code_bytes)
@@ -462,12 +462,8 @@ nb::tuple octave_codes_arrays(const Array<const float>& values,
   const auto* from = reinterpret_cast<const uint8_t*>(values.data());
   const uint8_t* before = base ? base->data() : nullptr;
   uint8_t* to = out.data();
-  OctaveErrors errors{};
-  {
-    nb::gil_scoped_release released;
-    errors = octave_codes(from, before, count, form, band, to);
-  }
-  return nb::make_tuple(errors.refused, errors.largest_ratio, errors.distance);
+  nb::gil_scoped_release released;
+  return octave_codes(from, before, count, form, band, to);
 }
 
 uint64_t octave_values_arrays(const Array<const uint8_t>& codes, uint32_t fraction_bits,
@@ -644,7 +640,7 @@ NB_MODULE(_native, m) {
   m.def("lattice_codes", lattice_codes_arrays, nb::arg("values").noconvert(),
         nb::arg("weights").noconvert().none(), nb::arg("step"), nb::arg("seed"),
         nb::arg("out").noconvert(), nb::arg("halvings"), nb::arg("spare_bits"),
-        "Return (refused, largest error, sum of squared errors).");
+        "Return (refused, largest error).");
   m.def("lattice_values", lattice_values_arrays, nb::arg("codes").noconvert(),
         nb::arg("weights").noconvert().none(), nb::arg("step"), nb::arg("seed"),
         nb::arg("out").noconvert(), nb::arg("halvings"), nb::arg("spare_bits"),
@@ -657,7 +653,7 @@ NB_MODULE(_native, m) {
   m.def("nested_codes", nested_codes_arrays, nb::arg("values").noconvert(),
         nb::arg("weights").noconvert(), nb::arg("step"), nb::arg("seed"),
         nb::arg("out").noconvert(), nb::arg("halvings"), nb::arg("spare_bits"),
-        "Return (refused, largest error, sum of squared errors). out: the bytes of codes.");
+        "Return (refused, largest error). out: the bytes of codes.");
   m.def("nested_values", nested_values_arrays, nb::arg("codes").noconvert(),
         nb::arg("weights").noconvert(), nb::arg("step"), nb::arg("seed"),
         nb::arg("out").noconvert(), nb::arg("halvings"), nb::arg("spare_bits"),
@@ -665,8 +661,7 @@ NB_MODULE(_native, m) {
   m.def("octave_codes", octave_codes_arrays, nb::arg("values").noconvert(),
         nb::arg("base").noconvert().none(), nb::arg("fraction_bits"), nb::arg("band"),
         nb::arg("out").noconvert(),
-        "Return (refused, largest ratio, sum of distances on the scale). base, out: the bytes of "
-        "codes.");
+        "Return the number of values without a code. base, out: the bytes of codes.");
   m.def("octave_values", octave_values_arrays, nb::arg("codes").noconvert(),
         nb::arg("fraction_bits"), nb::arg("out").noconvert(),
         "Return the number of codes that no value has; they become 0.");

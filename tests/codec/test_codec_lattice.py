@@ -172,8 +172,6 @@ def test_the_errors_are_those_of_the_values_that_a_restore_gives(step, with_weig
     errors = np.abs(back.astype(np.float64) - x.astype(np.float64))
     assert coded.refused == 0
     assert coded.largest_error == errors.max() > 0
-    assert coded.sum_squared_error == reference_codes.added(errors * errors)
-    assert coded.sum_squared_error == pytest.approx((errors * errors).sum())
 
 
 @pytest.mark.parametrize("kernels", _native.instruction_sets())

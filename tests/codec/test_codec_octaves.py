@@ -16,7 +16,6 @@ from tests.reference import codes as reference_codes
 pytestmark = pytest.mark.usefixtures("encoder_settings_restored")
 
 EVERY_PRECISION = range(8)  # fraction bits
-ROUNDING = 2.0**-23  # of the quotient of which the largest error is the logarithm
 
 
 def any_floats():
@@ -59,8 +58,6 @@ def test_whatever_has_a_code_is_within_half_a_cell_of_it(fraction_bits, x):
     assert np.all(true <= math.log2(1 + half) + 1e-12)
     assert np.all(np.signbit(back[kept]) == np.signbit(x[kept]))
     assert np.all(back[~kept] == 0)
-    assert coded.largest_error_octaves == pytest.approx(true.max(initial=0), abs=ROUNDING)
-    assert coded.sum_error_octaves == distance(x[kept], back[kept]).sum()
 
 
 def test_subnormals_have_cells_like_all_others():
@@ -68,9 +65,6 @@ def test_subnormals_have_cells_like_all_others():
     for fraction_bits in (0, 2, 7):
         coded, back = restored(x, fraction_bits=fraction_bits)
         assert coded.refused == 0
-        assert (
-            0 < coded.largest_error_octaves <= math.log2(1 + 2.0 ** -(fraction_bits + 1)) + ROUNDING
-        )
         assert np.all(back > 0)
 
 
@@ -93,7 +87,6 @@ def test_values_without_a_code_are_counted(fraction_bits, end):
     expected = [False, False, False, True, False, False, True, end == math.inf]
     assert (coded.codes != 0).tolist() == (back != 0).tolist() == expected
     assert coded.refused == expected.count(False)
-    assert math.isfinite(coded.largest_error_octaves)
 
 
 def test_codes_without_fraction_bits_take_a_byte():
@@ -123,8 +116,8 @@ def test_a_base_code_is_kept_just_where_it_is_near_enough(fraction_bits, cells):
     assert np.array_equal(coded.codes, np.where(keep, base, nearest.codes))
     kept = coded.codes != 0
     assert distance(back[kept], now[kept]).max() <= dead_band
-    assert coded.largest_error_octaves < dead_band + 0.087
-    assert coded.sum_error_octaves == distance(back[kept], now[kept]).sum()
+    true = np.abs(np.log2(back[kept].astype(np.float64) / now[kept].astype(np.float64)))
+    assert true.max() < dead_band + 0.087
 
 
 def test_values_that_drift_to_and_fro_keep_their_codes_under_a_dead_band():
@@ -168,11 +161,9 @@ def test_bits_are_those_of_the_plain_telling(fraction_bits, kernels):
             if base is not None and np.isscalar(base):
                 base = octaves.codes(x * np.float32(1.2), fraction_bits=fraction_bits).codes
             coded = octaves.codes(x, fraction_bits=fraction_bits, base=base, dead_band=0.7)
-            codes, refused, ratio, away = reference_codes.octave_codes(
-                x, form, base, math.floor(0.7 * 2**23)
-            )
+            codes, refused = reference_codes.octave_codes(x, form, base, math.floor(0.7 * 2**23))
             assert np.array_equal(coded.codes, codes)
-            assert coded[1:] == (refused, math.log2(ratio), away * 2.0**-23)
+            assert coded.refused == refused
             back = octaves.values(codes, fraction_bits=fraction_bits)
             assert np.array_equal(
                 back.view(np.uint32), reference_codes.octave_values(codes, form).view(np.uint32)

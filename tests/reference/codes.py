@@ -103,24 +103,18 @@ def lattice_codes(
     seed: int,
     halvings: int = 0,
     spare_bits: int = 0,
-) -> tuple[I32, int, float, float]:
+) -> tuple[I32, int, float]:
     """Return lattice codes and their errors.
 
     Returns:
-        The codes, the number of elements without one, the largest error and the sum of the squared
-        errors of the others.
+        The codes, the number of elements without one, and the largest error of the others.
     """
     x, numbers, coded = _coded_values(values, step, seed, halvings, spare_bits)
     with np.errstate(over="ignore", under="ignore"):
         codes = np.where(coded, numbers, 0).astype(np.int32)
         restored, _ = lattice_values(codes, weights, step, seed, halvings, spare_bits)
         error = np.where(coded, np.abs(restored.astype(np.float64) - x), 0.0)
-        return (
-            codes,
-            int(np.count_nonzero(~coded)),
-            float(error.max(initial=0.0)),
-            added(error * error),
-        )
+        return codes, int(np.count_nonzero(~coded)), float(error.max(initial=0.0))
 
 
 def lattice_cast_errors(
@@ -133,7 +127,7 @@ def lattice_cast_errors(
         errors of their weights, and the sum of all squared weights.
     """
     lattice = (step, seed, halvings, spare_bits)
-    codes, refused_count, largest, _ = lattice_codes(values, None, *lattice)
+    codes, refused_count, largest = lattice_codes(values, None, *lattice)
     coded = _coded_values(values, *lattice)[2]
     bits = lattice_values(codes, None, *lattice)[0].view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
@@ -207,7 +201,7 @@ def nested_codes(
     halvings: int,
     spare_bits: int,
     dtype: np.dtype[Any],
-) -> tuple[Codes, int, float, float]:
+) -> tuple[Codes, int, float]:
     """Return nested codes of type ``dtype`` and their errors, as ``lattice_codes``."""
     finite = np.isfinite(values) & ((weights & np.uint16(0x7F80)) != 0x7F80)
     weights = np.where(finite, weights, np.uint16(0))
@@ -226,7 +220,6 @@ def nested_codes(
         (number * 2.0**spare_bits).astype(dtype),
         int(np.count_nonzero(~coded)),
         float(error.max(initial=0.0)),
-        added(error * error),
     )
 
 
@@ -301,10 +294,8 @@ def octave_values(codes: Codes, form: OctaveForm) -> F32:
     return np.where(valid, magnitude, np.uint32(0)).view(np.float32)
 
 
-def octave_codes(
-    values: F32, form: OctaveForm, base: Codes | None, band: int
-) -> tuple[Codes, int, float, int]:
-    """Return octave codes and their errors.
+def octave_codes(values: F32, form: OctaveForm, base: Codes | None, band: int) -> tuple[Codes, int]:
+    """Return octave codes.
 
     Args:
         values: The values.
@@ -313,8 +304,7 @@ def octave_codes(
         band: The dead band in units of ``L``.
 
     Returns:
-        The codes, the number of values without one, the largest ratio of ``x'`` and ``x``, and the
-        sum of ``|L(x') - L(x)|``.
+        The codes, and the number of values without one.
     """
     bits = values.view(np.uint32)
     magnitude, minus = bits & np.uint32(MAGNITUDE), bits > MAGNITUDE
@@ -329,10 +319,7 @@ def octave_codes(
         is_near &= np.abs(octave(base_bits) - octave(magnitude)) <= band
         # A code of the base that no value has, or zero, is never used again.
         codes = np.where(coded & is_near, base, codes)
-    x, y = values[coded], octave_values(codes[coded], form)
-    ratio = float((np.maximum(x, y) / np.minimum(x, y)).max(initial=np.float32(1)))
-    distance = np.abs(octave(y.view(np.uint32)) - octave(x.view(np.uint32)))
-    return codes, int(np.count_nonzero(~zero & ~coded)), ratio, int(distance.sum())
+    return codes, int(np.count_nonzero(~zero & ~coded))
 
 
 # Section 4.5.4 of the format: ratio codes.

@@ -697,13 +697,12 @@ std::string apply_rows(const std::vector<PlacedRow>& rows, const StreamView& str
 
 namespace {
 
-// Returns the errors of all parts, added in their order.
+// Returns the errors of all parts.
 LatticeErrors added(const std::vector<LatticeErrors>& parts) {
   LatticeErrors whole{};
   for (const LatticeErrors& part : parts) {
     whole.refused += part.refused;
     whole.largest = std::max(whole.largest, part.largest);
-    whole.squared += part.squared;
   }
   return whole;
 }
@@ -779,22 +778,16 @@ uint64_t nested_values(const uint8_t* codes, const uint8_t* weights, uint64_t co
   return bad;
 }
 
-OctaveErrors octave_codes(const uint8_t* values, const uint8_t* base, uint64_t count,
-                          const OctaveForm& form, uint32_t band, uint8_t* codes) {
+uint64_t octave_codes(const uint8_t* values, const uint8_t* base, uint64_t count,
+                      const OctaveForm& form, uint32_t band, uint8_t* codes) {
   const Kernels& kernels = *chosen().load();
-  std::vector<OctaveErrors> parts(parts_of(count));
-  for_each_part(count, [&](uint64_t part, uint64_t first, uint64_t size) {
+  std::atomic<uint64_t> refused{0};
+  for_each_part(count, [&](uint64_t, uint64_t first, uint64_t size) {
     const uint64_t at = first * form.code_bytes;
-    parts[part] = kernels.octave_codes_part(
+    refused += kernels.octave_codes_part(
         values + 4 * first, base != nullptr ? base + at : nullptr, size, form, band, codes + at);
   });
-  OctaveErrors whole{0, 0, 1};
-  for (const OctaveErrors& part : parts) {
-    whole.refused += part.refused;
-    whole.distance += part.distance;
-    whole.largest_ratio = std::max(whole.largest_ratio, part.largest_ratio);
-  }
-  return whole;
+  return refused;
 }
 
 uint64_t octave_values(const uint8_t* codes, uint64_t count, const OctaveForm& form,

@@ -103,9 +103,10 @@ uint64_t nested_values(const uint8_t* codes, const uint8_t* weights, uint64_t co
                        uint8_t* values);
 
 // Writes the codes of octaves.h. `base`: codes of the same form, or null. A code of the base is
-// reused if |L(x') - L(x)| <= band. `codes` may be the memory of `base`. REQUIRES: band <= 2^26.
-OctaveErrors octave_codes(const uint8_t* values, const uint8_t* base, uint64_t count,
-                          const OctaveForm& form, uint32_t band, uint8_t* codes);
+// reused if |L(x') - L(x)| <= band. `codes` may be the memory of `base`. Returns the number of
+// values that have no code; theirs becomes 0. REQUIRES: band <= 2^26.
+uint64_t octave_codes(const uint8_t* values, const uint8_t* base, uint64_t count,
+                      const OctaveForm& form, uint32_t band, uint8_t* codes);
 
 // The inverse of octave_codes. Returns the number of codes that no value has; these become 0.
 uint64_t octave_values(const uint8_t* codes, uint64_t count, const OctaveForm& form,

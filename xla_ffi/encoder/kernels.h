@@ -101,8 +101,8 @@ struct Kernels {
   uint64_t (*nested_values_part)(const uint8_t* codes, const uint8_t* weights, uint64_t count,
                                  double step, uint64_t seed, uint32_t code_bytes, uint32_t halvings,
                                  uint32_t spare_bits, uint8_t* values);
-  OctaveErrors (*octave_codes_part)(const uint8_t* values, const uint8_t* base, uint64_t count,
-                                    const OctaveForm& form, uint32_t band, uint8_t* codes);
+  uint64_t (*octave_codes_part)(const uint8_t* values, const uint8_t* base, uint64_t count,
+                                const OctaveForm& form, uint32_t band, uint8_t* codes);
   uint64_t (*octave_values_part)(const uint8_t* codes, uint64_t count, const OctaveForm& form,
                                  uint8_t* values);
   RatioErrors (*ratio_codes_part)(const uint8_t* values, const uint8_t* variances, uint64_t count,

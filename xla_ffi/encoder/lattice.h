@@ -132,7 +132,6 @@ DELTACHECK_HD double place_of(uint32_t spare_bits) {
 struct LatticeErrors {
   uint64_t refused;  // values that are not finite or have no int32 code; stored as 0
   double largest;    // |x' - x| of the others
-  double squared;    // sum of their squares
 };
 
 // The errors of bfloat16 weights that are cast from the codes of their masters.
@@ -183,26 +182,20 @@ inline LatticeErrors lattice_codes_of(const uint8_t* values, const uint8_t* weig
   const Word<4>::Memory* x = reinterpret_cast<const Word<4>::Memory*>(values);
   const Word<2>::Memory* w = reinterpret_cast<const Word<2>::Memory*>(weights);
   Word<4>::Memory* to = reinterpret_cast<Word<4>::Memory*>(codes);
-  alignas(64) double errors[kBlockValues], lanes[kSumLanes] = {};
   double coded_count = 0, largest = 0;
-  for (uint64_t start = 0; start < count; start += kBlockValues) {
-    const uint64_t size = count - start < kBlockValues ? count - start : kBlockValues;
 #pragma omp simd reduction(+ : coded_count) reduction(max : largest)
-    for (uint64_t i = 0; i < size; ++i) {
-      const LatticeCell cell = cell_of(x[start + i], lattice, place, phase(seed, start + i));
-      uint32_t moved = bits_of(middle_of(cell.q, lattice, cell.u));
-      if (kCells) moved = in_cell(moved, w[start + i]);
-      const double distance =
-          fabs(static_cast<double>(float_of(moved)) - static_cast<double>(cell.value));
-      const double error = cell.coded * distance;
-      errors[i] = error;
-      largest = error > largest ? error : largest;
-      coded_count += cell.coded;
-      to[start + i] = static_cast<uint32_t>(static_cast<int32_t>(cell.code));
-    }
-    add_squares(errors, size, lanes);
+  for (uint64_t i = 0; i < count; ++i) {
+    const LatticeCell cell = cell_of(x[i], lattice, place, phase(seed, i));
+    uint32_t moved = bits_of(middle_of(cell.q, lattice, cell.u));
+    if (kCells) moved = in_cell(moved, w[i]);
+    const double distance =
+        fabs(static_cast<double>(float_of(moved)) - static_cast<double>(cell.value));
+    const double error = cell.coded * distance;
+    largest = error > largest ? error : largest;
+    coded_count += cell.coded;
+    to[i] = static_cast<uint32_t>(static_cast<int32_t>(cell.code));
   }
-  return {count - static_cast<uint64_t>(coded_count), largest, added(lanes)};
+  return {count - static_cast<uint64_t>(coded_count), largest};
 }
 
 // Measures one part. `values`: float32 at any address. `weights`: bfloat16.

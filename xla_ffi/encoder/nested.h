@@ -92,38 +92,32 @@ inline LatticeErrors nested_codes_of(const uint8_t* values, const uint8_t* weigh
   const Word<4>::Memory* x = reinterpret_cast<const Word<4>::Memory*>(values);
   const Word<2>::Memory* w = reinterpret_cast<const Word<2>::Memory*>(weights);
   typename Word<W>::Memory* to = reinterpret_cast<typename Word<W>::Memory*>(codes);
-  alignas(64) double errors[kBlockValues], lanes[kSumLanes] = {};
   double coded_count = 0, largest = 0;
-  for (uint64_t start = 0; start < count; start += kBlockValues) {
-    const uint64_t size = count - start < kBlockValues ? count - start : kBlockValues;
 #pragma omp simd reduction(+ : coded_count) reduction(max : largest)
-    for (uint64_t i = 0; i < size; ++i) {
-      const uint32_t pattern = x[start + i], weight = w[start + i];
-      // Numbers in place of conditions: GCC 12 does not vectorise choices between conditions.
-      const uint32_t finite =
-          ((pattern & kMagnitude) < kInfinity ? 1u : 0u) & is_finite_weight(weight);
-      const float value = float_of(finite ? pattern : 0);
-      const uint32_t known = finite ? weight : 0;
-      const double u = phase(seed, start + i);
-      const NestedCells cells = nested_cells_of(known, lattice, u, most_bits);
-      const double coded = cells.fits * static_cast<int32_t>(finite);
-      const double last = cells.lowest + (cells.count - 1);
-      double q = number_of(value, lattice.halved, u);
-      q = q > cells.lowest ? q : cells.lowest;
-      q = q < last ? q : last;
-      const double rest = coded * modulo_of_bits(q, cells.bits);
-      const uint32_t number = static_cast<uint32_t>(static_cast<int32_t>(rest));
-      const float restored = float_of(nested_value(known, cells.bits, q, lattice, u));
-      const double distance = fabs(static_cast<double>(restored) - static_cast<double>(value));
-      const double error = coded * distance;
-      errors[i] = error;
-      largest = error > largest ? error : largest;
-      coded_count += coded;
-      to[start + i] = static_cast<typename Word<W>::type>(number << spare_bits);
-    }
-    add_squares(errors, size, lanes);
+  for (uint64_t i = 0; i < count; ++i) {
+    const uint32_t pattern = x[i], weight = w[i];
+    // Numbers in place of conditions: GCC 12 does not vectorise choices between conditions.
+    const uint32_t finite =
+        ((pattern & kMagnitude) < kInfinity ? 1u : 0u) & is_finite_weight(weight);
+    const float value = float_of(finite ? pattern : 0);
+    const uint32_t known = finite ? weight : 0;
+    const double u = phase(seed, i);
+    const NestedCells cells = nested_cells_of(known, lattice, u, most_bits);
+    const double coded = cells.fits * static_cast<int32_t>(finite);
+    const double last = cells.lowest + (cells.count - 1);
+    double q = number_of(value, lattice.halved, u);
+    q = q > cells.lowest ? q : cells.lowest;
+    q = q < last ? q : last;
+    const double rest = coded * modulo_of_bits(q, cells.bits);
+    const uint32_t number = static_cast<uint32_t>(static_cast<int32_t>(rest));
+    const float restored = float_of(nested_value(known, cells.bits, q, lattice, u));
+    const double distance = fabs(static_cast<double>(restored) - static_cast<double>(value));
+    const double error = coded * distance;
+    largest = error > largest ? error : largest;
+    coded_count += coded;
+    to[i] = static_cast<typename Word<W>::type>(number << spare_bits);
   }
-  return {count - static_cast<uint64_t>(coded_count), largest, added(lanes)};
+  return {count - static_cast<uint64_t>(coded_count), largest};
 }
 
 template <int W>

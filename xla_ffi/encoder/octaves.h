@@ -1,7 +1,6 @@
 // Codes of floats on a logarithmic scale, taken from their bit patterns. Part of the format:
-// docs/reference/format.md, 4.5.2. Called through kernels.h. The arithmetic is integer, except for
-// one float division that measures the error; conversions between integers below 2^24 and floats
-// are exact. The loops are written so that compilers vectorise them. All functions have internal
+// docs/reference/format.md, 4.5.2. Called through kernels.h. The arithmetic is integer; conversions
+// between integers below 2^24 and floats are exact. The loops are written so that compilers vectorise them. All functions have internal
 // linkage, see format.h. There is no device code yet.
 
 #pragma once
@@ -61,61 +60,41 @@ DELTACHECK_HD uint32_t middle_of(uint32_t code, const OctaveForm& form) {
   return magnitude_of((cell << form.shift) + (1u << (form.shift - 1)));
 }
 
-// The errors of coding, x being a value and x' its code's value.
-struct OctaveErrors {
-  uint64_t refused;     // values that are infinite, NaN, too large or negative; their code is 0
-  uint64_t distance;    // sum of |L(x') - L(x)| of the others
-  float largest_ratio;  // of x' and x, the larger over the smaller, of the others; at least 1
-};
-
 namespace {
 
-constexpr uint32_t kBlockOctaves = 256;
-
 template <int W, bool kBase>
-inline OctaveErrors octave_codes_of(const uint8_t* values, const uint8_t* base, uint64_t count,
-                                    const OctaveForm form, uint32_t band, uint8_t* codes) {
+inline uint64_t octave_codes_of(const uint8_t* values, const uint8_t* base, uint64_t count,
+                                const OctaveForm form, uint32_t band, uint8_t* codes) {
   const Word<4>::Memory* x = reinterpret_cast<const Word<4>::Memory*>(values);
   const typename Word<W>::Memory* before = reinterpret_cast<const typename Word<W>::Memory*>(base);
   typename Word<W>::Memory* to = reinterpret_cast<typename Word<W>::Memory*>(codes);
-  uint64_t distance = 0, refused = 0;
-  float largest = 1;
+  uint64_t refused = 0;
   // In blocks, so that the counters of the inner loop fit 32 bits.
-  for (uint64_t start = 0; start < count; start += kBlockOctaves) {
+  for (uint64_t start = 0; start < count; start += kPartValues) {
     const uint32_t size_of_block =
-        static_cast<uint32_t>(count - start < kBlockOctaves ? count - start : kBlockOctaves);
-    uint32_t block_coded = 0, zeros = 0, high = 0, low = 0;
-#pragma omp simd reduction(+ : block_coded, zeros, high, low) reduction(max : largest)
+        static_cast<uint32_t>(count - start < kPartValues ? count - start : kPartValues);
+    uint32_t coded_or_zero = 0;
+#pragma omp simd reduction(+ : coded_or_zero)
     for (uint32_t i = 0; i < size_of_block; ++i) {
       const uint32_t bits = x[start + i], magnitude = bits & kMagnitude;
       const uint32_t minus = static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31);
       const uint32_t octave = octave_of(magnitude);
       const int32_t cell = static_cast<int32_t>(octave) >> form.shift;
       const uint32_t nearest = static_cast<uint32_t>(cell - form.lowest) + 1,
-                     coded = mask_of(magnitude != 0) & ~minus & mask_of(nearest <= form.most);
+                     is_zero = mask_of(magnitude == 0),
+                     coded = ~is_zero & ~minus & mask_of(nearest <= form.most);
       uint32_t code = nearest;
       if (kBase) {
         const uint32_t old = before[start + i], valid = mask_of(old - 1 < form.most);
         const uint32_t apart = octave_of(middle_of(either(valid, old, 1), form)) - octave;
         code = either(valid & mask_of(apart + band <= 2 * band), old, nearest);
       }
-      const uint32_t restored = middle_of(either(coded, code, 1), form),
-                     exact = either(coded, magnitude, restored);
-      const uint32_t larger = restored > exact ? restored : exact,
-                     smaller = restored > exact ? exact : restored;
-      const float ratio = float_of(larger) / float_of(smaller);
-      largest = ratio > largest ? ratio : largest;
-      const uint32_t away = octave_of(larger) - octave_of(smaller);
-      high += away >> 16;
-      low += away & 0xffffu;
-      block_coded += coded & 1;
-      zeros += mask_of(magnitude == 0) & 1;
+      coded_or_zero += (coded | is_zero) & 1;
       to[start + i] = static_cast<typename Word<W>::type>(coded & code);
     }
-    refused += size_of_block - block_coded - zeros;
-    distance += (uint64_t{high} << 16) + low;
+    refused += size_of_block - coded_or_zero;
   }
-  return {refused, distance, largest};
+  return refused;
 }
 
 template <int W>
@@ -143,9 +122,10 @@ inline uint64_t octave_values_of(const uint8_t* codes, uint64_t count, const Oct
 
 // Codes one part. `values`: float32 at any address. `base`: codes, or null. `band`: the limit of
 // |L(x') - L(x)| within which a code of the base is reused, at most 2^26. `codes` may be the memory
-// of `base`.
-inline OctaveErrors octave_codes_part(const uint8_t* values, const uint8_t* base, uint64_t count,
-                                      const OctaveForm& form, uint32_t band, uint8_t* codes) {
+// of `base`. Returns the number of values that are infinite, NaN, too large or negative; their code
+// is 0.
+inline uint64_t octave_codes_part(const uint8_t* values, const uint8_t* base, uint64_t count,
+                                  const OctaveForm& form, uint32_t band, uint8_t* codes) {
   if (form.code_bytes == 1) {
     return base != nullptr ? octave_codes_of<1, true>(values, base, count, form, band, codes)
                            : octave_codes_of<1, false>(values, base, count, form, band, codes);

@@ -29,13 +29,11 @@ class CodedTensor(NamedTuple):
             zero or from their weight. If there is one, the codes cannot restore the tensor.
         largest_error: Maximum of ``|x' - x|`` over the other values, float64, if ``values`` gives
             ``x'``.
-        sum_squared_error: Sum of ``(x' - x)^2`` over the other values, float64.
     """
 
     codes: NDArray[Any]
     refused: int
     largest_error: float
-    sum_squared_error: float
 
 
 class CastErrors(NamedTuple):
@@ -71,8 +69,7 @@ def codes(
     A hash draws the phase of each element. Element ``i`` in C order has the phase
     ``u = (mix64(seed + start + i) >> 40) * 2^-24`` (splitmix64's finaliser, modulo 2^64) and the
     code ``q = floor(x / step + u)``, in float64. An element that is not finite, or whose ``q`` is
-    no int32, is refused: its code is 0. The bits are the same on every processor, those of the sum
-    of squares too.
+    no int32, is refused: its code is 0. The bits are the same on every processor.
 
     The error is bounded by ``|x' - x| <= step / 2 + ulp(x') / 2`` up to the rounding of the float64
     operations, ``2^-50 (|x| + step)``, if no weights are given or each is ``x`` rounded. Without

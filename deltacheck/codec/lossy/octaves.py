@@ -20,23 +20,16 @@ MOST_DEAD_BAND = 8.0
 
 
 class OctaveCoded(NamedTuple):
-    """The codes of a tensor and their errors.
+    """The codes of a tensor.
 
     Attributes:
         codes: In the shape of the values.
         refused: Values without a code, because they are infinite, NaN, too large or negative. If
             there is one, the codes cannot restore the tensor.
-        largest_error_octaves: Maximum of ``|log2(x' / x)|`` over the other values, if ``values``
-            gives ``x'``: the logarithm of the largest quotient, a float32, so right to within
-            2^-23.
-        sum_error_octaves: Sum of the distances of ``x'`` and ``x`` on the scale of ``codes``;
-            exact.
     """
 
     codes: Codes
     refused: int
-    largest_error_octaves: float
-    sum_error_octaves: float
 
 
 def codes(
@@ -88,10 +81,10 @@ def codes(
         # The scale has 2^23 units per octave. An integer makes the comparison exact everywhere.
         band = math.floor(dead_band * 2**23)
     base_bytes = None if base is None else memory.as_bytes("base", base)
-    refused_count, ratio, distance = native.octave_codes(
+    refused_count = native.octave_codes(
         values.reshape(-1), base_bytes, fraction_bits, band, memory.as_bytes("out", out)
     )
-    return OctaveCoded(out, refused_count, math.log2(ratio), distance * 2.0**-23)
+    return OctaveCoded(out, refused_count)
 
 
 def values(codes: Codes, *, fraction_bits: int = 0, out: F32 | None = None) -> F32:
