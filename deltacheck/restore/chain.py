@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deltacheck.codec.base import U8, U64
 from deltacheck.errors import BudgetExceeded, ChainBroken, Damaged
@@ -24,6 +25,8 @@ from deltacheck.store.files.chunk_files import ranges
 from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest
 from deltacheck.store.roots.root import Root, open_segments
 from deltacheck.store.segment import Segment, entries_by_path, load_tables
+
+I64: TypeAlias = NDArray[np.int64]
 
 # Memory that a step takes beside its content: for each chunk of a leaf (digests, bounds, numbers),
 # for each digest and for each index row of a segment.
@@ -192,6 +195,48 @@ def _checked_digests(links: Sequence[_Links], segments: Sequence[Segment], step:
     return tables
 
 
+class _Runs(NamedTuple):
+    """Runs of index rows, each with chunks of one leaf; a column for each field, int64 ``(runs,)``.
+
+    Attributes:
+        segment: Position of the segment. Ascending, so a later delta follows an earlier one.
+        part: Number of the part of the segment.
+        leaf: Position of the leaf.
+        digest: Row of the first chunk digest in the segment.
+        first: First row in the part.
+        rows: Number of rows.
+        is_key: 1 for the rows of a keyframe that is encoded, 0 for those of a delta.
+    """
+
+    segment: I64
+    part: I64
+    leaf: I64
+    digest: I64
+    first: I64
+    rows: I64
+    is_key: I64
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """The segments and their parts that have rows, ascending."""
+        return sorted(set(zip(self.segment.tolist(), self.part.tolist(), strict=True)))
+
+
+def _runs(links: Sequence[_Links]) -> _Runs:
+    """Return the runs of all links. A keyframe in an array has none."""
+    runs: list[tuple[int, ...]] = []
+    for leaf, link in enumerate(links):
+        for number, entry in link.entries:
+            if entry.key is not None:
+                continue
+            digest = entry.digests
+            for part, first, count in entry.delta:
+                runs.append((number, part, leaf, digest, first, count, entry.is_whole))
+                digest += count
+    table = np.array(runs, np.int64).reshape(-1, len(_Runs._fields))
+    return _Runs(*table[np.argsort(table[:, 0], kind="stable")].T)
+
+
 def _expected_digests(links: Sequence[_Links], segments: Sequence[Segment]) -> list[U64]:
     """Return the digests that the chunks of each leaf must have after all of its links.
 
@@ -202,79 +247,89 @@ def _expected_digests(links: Sequence[_Links], segments: Sequence[Segment]) -> l
     bases = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     digests = np.zeros((int(bases[-1]), 2), np.uint64)
     by_leaf = [digests[begin:end] for begin, end in itertools.pairwise(bases.tolist())]
-    # For each keyframe in an array: segment, leaf, row of its first digest, number of chunks.
-    keys: list[tuple[int, int, int, int]] = []
-    # For each run: segment, part, leaf, row of its first digest, first row and rows in the part.
-    runs: list[tuple[int, int, int, int, int, int]] = []
-    # A delta may leave out chunks, but an encoded keyframe must have a row for each of them.
-    # Nothing else gives a chunk without a row its content.
-    is_covered = np.ones(digests.shape[0], np.bool_)
-    encoded_runs = []
-    for leaf, (spec, _, entries) in enumerate(links):
-        for number, entry in entries:
-            row = entry.digests
-            if entry.key is not None:
-                keys.append((number, leaf, row, spec.chunk_count))
-                continue
-            if entry.is_whole:
-                is_covered[bases[leaf] : bases[leaf + 1]] = False
-            for part, first, count in entry.delta:
-                if entry.is_whole:
-                    encoded_runs.append(len(runs))
-                runs.append((number, part, leaf, row, first, count))
-                row += count
-    numbers_of: dict[int, set[int]] = {number: set() for number, *_ in keys}
-    for number, part, *_ in runs:
-        numbers_of.setdefault(number, set()).add(part)
-    load_tables(
-        segments[number].part(part)
-        for number, parts in sorted(numbers_of.items())
-        for part in sorted(parts)
-    )
+    runs = _runs(links)
+    load_tables(segments[number].part(part) for number, part in runs.parts)
     # A keyframe comes before the deltas to it, so they replace its digests.
-    for number, leaf, row, count in keys:
-        digests[bases[leaf] : bases[leaf + 1]] = segments[number].digests[row : row + count]
-    if not runs:
-        return by_leaf
-    # Segments ascend, so the digest of a later delta replaces that of an earlier one.
-    table = np.array(runs, np.int64)
-    order = np.argsort(table[:, 0], kind="stable")
-    number_of, part_of, leaf_of, row_of, first_of, count_of = table[order].T
-    parts = sorted({(number, part) for number, part, *_ in runs})
-    indexes = [segments[number].part(part).index[:, columns.CHUNK] for number, part in parts]
-    starts = dict(zip(parts, np.cumsum([0, *map(len, indexes)]).tolist(), strict=False))
-    begins = [starts[key] for key in zip(number_of.tolist(), part_of.tolist(), strict=True)]
-    owners = np.repeat(leaf_of, count_of)
-    chunks = np.concatenate(indexes)[ranges(begins + first_of, count_of)].astype(np.int64)
-    # All leaves share `digests`: a chunk number that is too large would replace a digest of another
-    # leaf.
-    beyond = np.flatnonzero(chunks >= counts[owners])
-    if beyond.size:
-        run = int(np.searchsorted(np.cumsum(count_of), beyond[0], "right"))
-        spec, segment = links[leaf_of[run]].spec, segments[number_of[run]]
-        raise Damaged(
-            f"segment {segment.id}: leaf {spec.path!r} has a row beyond its {spec.chunk_count}"
-            " chunks",
-            file=segment.part(int(part_of[run])).path,
-            leaf=spec.path,
-        )
-    positions = bases[owners] + chunks
-    of_segments = [segments[number].digests for number in sorted(numbers_of)]
-    first_digest = np.zeros(len(segments), np.int64)
-    first_digest[sorted(numbers_of)] = np.cumsum([0, *map(len, of_segments)])[:-1]
-    rows = ranges(first_digest[number_of] + row_of, count_of)
-    digests[positions] = np.concatenate(of_segments)[rows]
-    is_encoded = np.isin(order, encoded_runs)
-    is_covered[positions[np.repeat(is_encoded, count_of)]] = True
-    missing = np.flatnonzero(~is_covered)
-    if missing.size:
-        leaf = int(np.searchsorted(bases, missing[0], "right")) - 1
-        (number, _), *_ = links[leaf].entries
-        path = links[leaf].spec.path
-        raise Damaged(
-            f"segment {segments[number].id}: leaf {path!r} has no row for chunk"
-            f" {int(missing[0] - bases[leaf])}",
-            file=segments[number].path / "zarr.json",
-            leaf=path,
-        )
+    for link, leaf_digests in zip(links, by_leaf, strict=True):
+        number, keyframe = link.entries[0]
+        if keyframe.key is not None:
+            row = keyframe.digests
+            leaf_digests[:] = segments[number].digests[row : row + len(leaf_digests)]
+    if runs.rows.size:
+        owners = np.repeat(runs.leaf, runs.rows)
+        chunks = _chunks(runs, segments)
+        _refuse_chunks_beyond(chunks, counts[owners], runs, links, segments)
+        positions = bases[owners] + chunks
+        # The digest of a later delta replaces that of an earlier one.
+        digests[positions] = _stored_digests(runs, segments)
+        of_keyframes = positions[np.repeat(runs.is_key, runs.rows) == 1]
+        _refuse_missing_chunks(of_keyframes, bases, links, segments)
     return by_leaf
+
+
+def _chunks(runs: _Runs, segments: Sequence[Segment]) -> I64:
+    """Return the chunk number of each row."""
+    parts = runs.parts
+    columns_of = [segments[number].part(part).index[:, columns.CHUNK] for number, part in parts]
+    starts = dict(zip(parts, np.cumsum([0, *map(len, columns_of)]).tolist(), strict=False))
+    begins = [starts[key] for key in zip(runs.segment.tolist(), runs.part.tolist(), strict=True)]
+    rows = ranges(begins + runs.first, runs.rows)
+    return np.concatenate(columns_of)[rows].astype(np.int64)
+
+
+def _stored_digests(runs: _Runs, segments: Sequence[Segment]) -> U64:
+    """Return the chunk digest of each row."""
+    numbers = sorted(set(runs.segment.tolist()))
+    tables = [segments[number].digests for number in numbers]
+    begins = np.zeros(len(segments), np.int64)
+    begins[numbers] = np.cumsum([0, *map(len, tables)])[:-1]
+    rows = ranges(begins[runs.segment] + runs.digest, runs.rows)
+    stored: U64 = np.concatenate(tables)[rows]
+    return stored
+
+
+def _refuse_chunks_beyond(
+    chunks: I64, limits_of: I64, runs: _Runs, links: Sequence[_Links], segments: Sequence[Segment]
+) -> None:
+    """Raise ``Damaged`` if a row is of a chunk that its leaf does not have.
+
+    All leaves share one array of digests: such a row would replace a digest of another leaf.
+    """
+    beyond = np.flatnonzero(chunks >= limits_of)
+    if not beyond.size:
+        return
+    run = int(np.searchsorted(np.cumsum(runs.rows), beyond[0], "right"))
+    spec, segment = links[runs.leaf[run]].spec, segments[runs.segment[run]]
+    raise Damaged(
+        f"segment {segment.id}: leaf {spec.path!r} has a row beyond its {spec.chunk_count} chunks",
+        file=segment.part(int(runs.part[run])).path,
+        leaf=spec.path,
+    )
+
+
+def _refuse_missing_chunks(
+    positions: I64, bases: I64, links: Sequence[_Links], segments: Sequence[Segment]
+) -> None:
+    """Raise ``Damaged`` if an encoded keyframe lacks a chunk.
+
+    A delta may leave out chunks, but nothing else gives a chunk without a row its content.
+
+    Args:
+        positions: The chunks of encoded keyframes, counted over all leaves.
+        bases: The position of each leaf's first chunk, and the number of all chunks.
+    """
+    is_covered = np.ones(int(bases[-1]), np.bool_)
+    for leaf, link in enumerate(links):
+        if link.entries[0][1].key is None:
+            is_covered[bases[leaf] : bases[leaf + 1]] = False
+    is_covered[positions] = True
+    missing = np.flatnonzero(~is_covered)
+    if not missing.size:
+        return
+    leaf = int(np.searchsorted(bases, missing[0], "right")) - 1
+    segment, path = segments[links[leaf].entries[0][0]], links[leaf].spec.path
+    raise Damaged(
+        f"segment {segment.id}: leaf {path!r} has no row for chunk {int(missing[0] - bases[leaf])}",
+        file=segment.path / "zarr.json",
+        leaf=path,
+    )

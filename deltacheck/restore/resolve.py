@@ -64,50 +64,16 @@ def resolve_leaves(
     specs = manifest.specs
     requested = list(specs if paths is None else dict.fromkeys(paths))
     # A leaf whose own place in the tree was removed may still hold the content of a tied one.
-    require_leaves(root, manifest, [path for path in requested if path not in specs])
-    for path in requested:
-        if path not in specs:
-            raise no_leaf(manifest.step, path, specs)
+    unknown_paths = [path for path in requested if path not in specs]
+    require_leaves(root, manifest, unknown_paths)
+    if unknown_paths:
+        raise no_leaf(manifest.step, unknown_paths[0], specs)
     boxes = boxes or {}
-    size = sum(
-        specs[path].raw_bytes
-        for path in requested
-        if path in specs and path not in partly and path not in boxes
-    )
-    check_budget(max_bytes, size)
-    if max_bytes is None:
-        limits.check_bytes(
-            root.store.path,
-            (ref.id for ref in manifest.segments),
-            size,
-            f"what is asked for of step {manifest.step}",
-        )
-    # Of boxes, too: the bounds of all chunks of a leaf are computed.
-    chunks = sum(specs[path].chunk_count for path in requested if path in specs)
-    limits.check_tables(
-        root.store.path,
-        (ref.id for ref in manifest.segments),
-        chunks,
-        chunks * _BOUNDS_BYTES,
-        f"what is asked for of step {manifest.step}",
-    )
-    required_paths = dict.fromkeys(requested)
+    whole = [path for path in requested if path not in partly and path not in boxes]
+    _refuse_large(root, manifest, requested, whole, max_bytes)
     # Sources of formulas are resolved in the same call, so that each segment is opened once.
-    for path in needed_by(manifest, requested):
-        required_paths.setdefault(path)
-    needed_tiles = _needed_tiles(manifest, requested, required_paths, boxes)
-    for path, tile_numbers in needed_tiles.items():
-        manifest.require_digests(path, tile_numbers)
-    names = {
-        path: dict(
-            zip(
-                tile_numbers,
-                sharding.names_of(path, manifest.tiles[path].cuts, tile_numbers),
-                strict=True,
-            )
-        )
-        for path, tile_numbers in needed_tiles.items()
-    }
+    required_paths = dict.fromkeys([*requested, *needed_by(manifest, requested)])
+    names = _needed_tiles(manifest, requested, required_paths, boxes)
     stored_paths = [path for path in required_paths if path in manifest.leaves] + [
         name
         for path, tile_names in names.items()
@@ -117,6 +83,21 @@ def resolve_leaves(
     chains = resolve_chains(root, manifest, stored_paths, max_bytes, held)
     leaves: dict[str, Leaf] = {}
     return {path: _leaf_at(path, manifest, chains, names, leaves) for path in requested}
+
+
+def _refuse_large(
+    root: Root, manifest: Manifest, paths: list[str], whole: list[str], max_bytes: int | None
+) -> None:
+    """Raise ``BudgetExceeded`` if leaves, of which some are loaded whole, are too large."""
+    specs, subject = manifest.specs, f"what is asked for of step {manifest.step}"
+    segments = [ref.id for ref in manifest.segments]
+    size = sum(specs[path].raw_bytes for path in whole)
+    check_budget(max_bytes, size)
+    if max_bytes is None:
+        limits.check_bytes(root.store.path, segments, size, subject)
+    # Of boxes, too: the bounds of all chunks of a leaf are computed.
+    chunks = sum(specs[path].chunk_count for path in paths)
+    limits.check_tables(root.store.path, segments, chunks, chunks * _BOUNDS_BYTES, subject)
 
 
 # Not a function inside its caller: one that calls itself refers to itself, and that cycle would
@@ -182,14 +163,17 @@ def _needed_tiles(
     requested: Iterable[str],
     required_paths: Iterable[str],
     boxes: Mapping[str, tiles.Box],
-) -> dict[str, list[int]]:
-    """Return the numbers of the tiles that are needed of each leaf in tiles.
+) -> dict[str, dict[int, str]]:
+    """Return the stored paths of the tiles that are needed of each leaf in tiles, by their numbers.
 
     Args:
         manifest: The step.
         requested: The leaves that will be loaded.
         required_paths: These and the leaves that they are computed from.
         boxes: The boxes that will be loaded, as ``resolve_leaves`` takes them.
+
+    Raises:
+        Damaged: The manifest and the tables lack a digest of such a tile.
     """
     numbers: dict[str, set[int]] = {
         path: set() for path in required_paths if path in manifest.tiles
@@ -210,7 +194,13 @@ def _needed_tiles(
         path, tile_numbers = pending.pop()
         numbers[path].update(tile_numbers)
         pending += [(source, tile_numbers) for source in manifest.tiles[path].sources]
-    return {path: sorted(tile_numbers) for path, tile_numbers in numbers.items()}
+    names: dict[str, dict[int, str]] = {}
+    for path, needed in numbers.items():
+        ordered = sorted(needed)
+        manifest.require_digests(path, ordered)
+        tile_names = sharding.names_of(path, manifest.tiles[path].cuts, ordered)
+        names[path] = dict(zip(ordered, tile_names, strict=True))
+    return names
 
 
 def _numbers(cuts: tiles.Cuts, box: tiles.Box | None) -> list[int]:
