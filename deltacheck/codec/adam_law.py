@@ -213,20 +213,23 @@ def find(
         law = _with_weight(sample, replace(last_law, eps=eps))
         if trial.cost(law) <= _KNOWN_COST:
             return law
-    best: tuple[float, Law] | None = None
-    for beta1, beta2 in betas:
-        law = _with_weight(sample, Law(MEAN_LAW, beta1=beta1, beta2=beta2, eps=eps))
-        law = _least(trial, (replace(law, square=form) for form in _SQUARE_ORDER))[1]
-        cost, law = _least(trial, (replace(law, weight=form) for form in range(_WEIGHTS)))
-        if best is None or cost < best[0]:
-            best = cost, law
-    assert best is not None
-    cost, law = best
+    cost, law = min(
+        (_one_step(sample, trial, *pair, eps) for pair in betas), key=lambda best: best[0]
+    )
     if cost > _LEAST_GAIN:
         return None
     short, narrow = _least(trial, _with_gradients(sample, law))
     # A gradient takes two bytes less than m.
     return narrow if short <= cost + _LEAST_GAIN else law
+
+
+def _one_step(
+    sample: Sample, trial: Sample, beta1: float, beta2: float, eps: float
+) -> tuple[float, Law]:
+    """Return the cost of the best law of one step with some decay rates, and the law."""
+    law = _with_weight(sample, Law(MEAN_LAW, beta1=beta1, beta2=beta2, eps=eps))
+    law = _least(trial, (replace(law, square=form) for form in _SQUARE_ORDER))[1]
+    return _least(trial, (replace(law, weight=form) for form in range(_WEIGHTS)))
 
 
 def _least(trial: Sample, laws: Iterator[Law]) -> tuple[float, Law]:

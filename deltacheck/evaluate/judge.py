@@ -7,13 +7,13 @@ prints.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from deltacheck.evaluate import significance as statistics
 from deltacheck.evaluate.comparison.contract import differences
-from deltacheck.evaluate.records import Ending, Evidence, MeasuredSave, Recovery
+from deltacheck.evaluate.records import Ending, Evidence, MeasuredSave, Recovery, RepeatedKills
 from deltacheck.evaluate.significance import (
     EQUAL,
     OUTSIDE,
@@ -203,24 +203,19 @@ def correctness(evidence: Evidence) -> Correctness:
             f"saving changes the training: {gap}; an evaluation of a run that is not saved says"
             " nothing of one that is"
         )
-    problem_lists = [
-        problems(recovery, unkilled[recovery.kill.seed], deterministic)
-        for recovery in evidence.recoveries
-    ]
-    reasons += [
-        f"{recovery.name}: {problem}"
-        for recovery, problem_list in zip(evidence.recoveries, problem_lists, strict=True)
-        for problem in problem_list
-    ]
+    correct = 0
+    for recovery in evidence.recoveries:
+        found = problems(recovery, unkilled[recovery.kill.seed], deterministic)
+        reasons += [f"{recovery.name}: {problem}" for problem in found]
+        correct += not found
     exercised, unexercised, untested = _exercise(evidence)
     reasons += untested
-    correct = sum(not problem_list for problem_list in problem_lists)
     recovered = [recovery for recovery in evidence.recoveries if recovery.ending is not None]
     return Correctness(
         not reasons,
         correct,
-        len(problem_lists),
-        statistics.least_rate(correct, len(problem_lists)),
+        len(evidence.recoveries),
+        statistics.least_rate(correct, len(evidence.recoveries)),
         deterministic,
         sum(
             recovery.ending is not None
@@ -358,26 +353,12 @@ def _chains(evidence: Evidence, final: Equivalence) -> ChainQuality:
     """Judge the runs that were killed again after each resume."""
     unkilled = {ending.seed: ending for ending in evidence.unkilled}
     is_lossy = not evidence.plan.is_lossless
-    reasons, gaps, missing = [], [], []
+    reasons = [reason for chain in evidence.chains for reason in _chain_problems(chain, evidence)]
+    gaps, missing = [], []
     for chain in evidence.chains:
-        name = f"chain of seed {chain.seed}"
-        if chain.ending is None:
-            reasons.append(f"{name}: it did not come to its end: {chain.error or 'no resume'}")
-            continue
-        gaps.append(chain.ending.evaluation - unkilled[chain.seed].evaluation)
-        if len(chain.links) < evidence.plan.chain:
-            reasons.append(
-                f"{name}: {len(chain.links)} of {evidence.plan.chain} kills; give more --steps"
-            )
-        for link in chain.links:
-            reasons += [
-                f"{name}, step {link.restored_step}, leaf {leaf.path!r}: {leaf.problem}"
-                for leaf in link.failed[:MOST_NAMED]
-            ]
-            if is_lossy and not link.inexact:
-                reasons.append(f"{name}: step {link.restored_step} was exact")
-            if link.missing_steps is not None:
-                missing.append(link.missing_steps)
+        if chain.ending is not None:
+            gaps.append(chain.ending.evaluation - unkilled[chain.seed].evaluation)
+            missing += [m for link in chain.links if (m := link.missing_steps) is not None]
     mean = fmean(gaps) if gaps else math.nan
     lost_steps, noise_steps = (
         statistics.steps_behind(evidence.held_out, gap) for gap in (mean, final.noise_sd)
@@ -405,6 +386,21 @@ def _chains(evidence: Evidence, final: Equivalence) -> ChainQuality:
         lost_steps,
         noise_steps,
     )
+
+
+def _chain_problems(chain: RepeatedKills, evidence: Evidence) -> Iterator[str]:
+    """Yield the reasons for which a run that was killed again and again proves nothing."""
+    name = f"chain of seed {chain.seed}"
+    if chain.ending is None:
+        yield f"{name}: it did not come to its end: {chain.error or 'no resume'}"
+        return
+    if len(chain.links) < evidence.plan.chain:
+        yield f"{name}: {len(chain.links)} of {evidence.plan.chain} kills; give more --steps"
+    for link in chain.links:
+        for leaf in link.failed[:MOST_NAMED]:
+            yield f"{name}, step {link.restored_step}, leaf {leaf.path!r}: {leaf.problem}"
+        if not evidence.plan.is_lossless and not link.inexact:
+            yield f"{name}: step {link.restored_step} was exact"
 
 
 def _reason(final: Equivalence) -> str:

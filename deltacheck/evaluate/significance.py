@@ -140,22 +140,25 @@ def equivalence(
         error = stdev(means) / math.sqrt(count)
         half_width = student_quantile(1 - ALPHA, count - 1) * error
         needed_seeds = _needed(stdev(means), margin)
-    low, high = mean - half_width, mean + half_width
     # Equal bits need no statistics, not even a noise floor.
     if all(value == 0 for values in differences.values() for value in values):
         verdict, low, high = EQUAL, 0.0, 0.0
-    elif not finite:
-        # An unkilled run does not end with NaN or infinity; if it does, nothing can be shown.
-        verdict = OUTSIDE
-    elif low > margin or high < -margin:
-        verdict = OUTSIDE if len(unkilled) >= LEAST_NOISE_SEEDS else TOO_FEW
-    elif -margin < low and high < margin and len(unkilled) >= LEAST_NOISE_SEEDS:
-        verdict = WITHIN
     else:
-        verdict = TOO_FEW
+        low, high = mean - half_width, mean + half_width
+        # An unkilled run does not end with NaN or infinity; if it does, nothing can be shown.
+        verdict = _verdict(low, high, margin, len(unkilled)) if finite else OUTSIDE
     return Equivalence(
         verdict, mean, low, high, margin, noise_sd, len(unkilled), count, needed_seeds
     )
+
+
+def _verdict(low: float, high: float, margin: float, noise_seeds: int) -> str:
+    """Return the verdict on a finite interval of the mean."""
+    if noise_seeds < LEAST_NOISE_SEEDS:
+        return TOO_FEW
+    if low > margin or high < -margin:
+        return OUTSIDE
+    return WITHIN if -margin < low and high < margin else TOO_FEW
 
 
 def _needed(sd: float, margin: float) -> int | None:

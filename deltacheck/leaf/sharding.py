@@ -204,7 +204,6 @@ def plan(
     """
     by_leaf = _by_leaf(holdings)
     first_of = {path: group[0] for group in _groups_of_one_shape(groups, by_leaf) for path in group}
-    earlier = {path: _prior(before or {}, path, first_of.get(path, path)) for path in by_leaf}
     item_bytes: dict[str, int] = {}
     for path, (dtype, *_) in by_leaf.items():
         first_path = first_of.get(path, path)
@@ -212,60 +211,100 @@ def plan(
         item_bytes[first_path] = max(largest, dtype_named(dtype).item_bytes)
     loads = np.zeros(len(holdings), np.int64)
     decisions: dict[str, Planned] = {}
-    shared: dict[tuple[str, Cuts | None, int, bytes], list[tuple[str, int]]] = {}
+    # The tiles that several ranks hold: place -> the leaves that have a tile there, and its bytes.
+    shared: dict[_Shared, list[tuple[str, int]]] = {}
     for path, (dtype, shape, ranks, boxes) in sorted(by_leaf.items()):
-        prior = earlier[path]
-        prior_cuts = (
-            prior.cuts
-            if prior is not None and prior.cuts is not None and tiles.shape_of(prior.cuts) == shape
-            else None
-        )
+        first_path = first_of.get(path, path)
+        prior = _prior(before or {}, path, first_path)
         try:
             cuts, numbers, holders = _cut(
                 shape,
-                item_bytes[first_of.get(path, path)],
+                item_bytes[first_path],
                 ranks.tobytes(),
                 boxes.tobytes(),
-                prior_cuts,
+                _cuts_before(prior, shape),
             )
         except ValueError as error:
             raise RankFailed(f"leaf {path!r} of shape {list(shape)}: {error}") from None
-        count = _tile_count(cuts)
         sizes = _tile_bytes(cuts, shape, dtype)
-        # -1: not decided yet.
-        owners = np.full(count, -1, np.int64)
-        first = np.searchsorted(numbers, np.arange(count + 1))
-        unshared = np.flatnonzero(np.diff(first) == 1)
-        owners[unshared] = holders[first[unshared]]
+        first = np.searchsorted(numbers, np.arange(_tile_count(cuts) + 1))
+        owners = _settled_owners(cuts, first, holders, prior)
+        decided = np.flatnonzero(owners >= 0)
         # A rank may own several of these tiles, and ``loads[...] +=`` would count only one of them.
-        np.add.at(loads, owners[unshared], sizes[unshared])
-        # Owners are numbered by tile, so they mean nothing under other cuts.
-        prior_owners = (
-            prior.owners
-            if prior is not None and prior.cuts == cuts and prior.owners.size == count
-            else None
-        )
-        for number in np.flatnonzero(np.diff(first) > 1).tolist():
+        np.add.at(loads, owners[decided], sizes[decided])
+        for number in np.flatnonzero(owners < 0).tolist():
             candidates = holders[first[number] : first[number + 1]]
-            if prior_owners is not None and prior_owners[number] in candidates:
-                owners[number] = prior_owners[number]
-                loads[prior_owners[number]] += sizes[number]
-            else:
-                place = (first_of.get(path, path), cuts, number, candidates.tobytes())
+            if candidates.size:
+                place = _Shared(first_path, cuts, number, candidates.tobytes())
                 shared.setdefault(place, []).append((path, int(sizes[number])))
         decisions[path] = Planned(dtype, shape, cuts, owners)
+    _assign_shared(shared, decisions, loads)
+    return decisions
+
+
+class _Shared(NamedTuple):
+    """A place at which several ranks hold a tile of a leaf, or of each leaf of a group."""
+
+    first_path: str
+    cuts: Cuts | None
+    number: int
+    candidates: bytes
+
+
+def _cuts_before(prior: Before | None, shape: tuple[int, ...]) -> Cuts | None:
+    """Return the earlier cuts of a leaf, ``None`` without any and for another shape."""
+    if prior is None or prior.cuts is None or tiles.shape_of(prior.cuts) != shape:
+        return None
+    return prior.cuts
+
+
+def _settled_owners(cuts: Cuts | None, first: I64, holders: I64, prior: Before | None) -> I64:
+    """Return the writers of the tiles that one rank holds, or that a holder wrote before.
+
+    Args:
+        cuts: The cuts of the leaf.
+        first: For each tile the position of its first holder, and the number of all.
+        holders: The ranks that hold the tiles, tile by tile.
+        prior: The earlier plan of the leaf.
+
+    Returns:
+        The rank of each tile, -1 if it is not decided.
+    """
+    count = first.size - 1
+    owners = np.full(count, -1, np.int64)
+    unshared = np.flatnonzero(np.diff(first) == 1)
+    owners[unshared] = holders[first[unshared]]
+    # Owners are numbered by tile, so they mean nothing under other cuts.
+    if prior is None or prior.cuts != cuts or prior.owners.size != count:
+        return owners
+    for number in np.flatnonzero(np.diff(first) > 1).tolist():
+        if prior.owners[number] in holders[first[number] : first[number + 1]]:
+            owners[number] = prior.owners[number]
+    return owners
+
+
+def _assign_shared(
+    shared: Mapping[_Shared, list[tuple[str, int]]], decisions: Mapping[str, Planned], loads: I64
+) -> None:
+    """Give each shared tile to the candidate with the fewest bytes, the largest tiles first.
+
+    Args:
+        shared: The places, and the leaves that have a tile there with its bytes.
+        decisions: The plan; the owners of these tiles are set.
+        loads: The bytes that each rank writes; those of these tiles are added.
+    """
     # Path and number decide between equal sizes, so that the plan does not depend on an order of
     # dicts.
-    for (path, _, number, encoded), members in sorted(
-        shared.items(), key=lambda item: (-sum(size for _, size in item[1]), item[0][0], item[0][2])
+    for place, members in sorted(
+        shared.items(),
+        key=lambda item: (-sum(size for _, size in item[1]), item[0].first_path, item[0].number),
     ):
-        candidates = np.frombuffer(encoded, np.int64)
+        candidates = np.frombuffer(place.candidates, np.int64)
         rank = int(candidates[np.argmin(loads[candidates])])
         for path, size in members:
-            decisions[path].owners[number] = rank
+            decisions[path].owners[place.number] = rank
             # Tiles without elements count too, so that not all of them go to one rank.
             loads[rank] += max(size, 1)
-    return decisions
 
 
 def _groups_of_one_shape(

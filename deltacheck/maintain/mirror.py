@@ -19,7 +19,7 @@ from deltacheck.store import collect
 from deltacheck.store.documents import check_place, read_manifest
 from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.files.storage import take_lease
+from deltacheck.store.files.storage import Place, take_lease
 from deltacheck.store.roots.opening import create_store, open_root
 from deltacheck.store.roots.root import Root
 
@@ -133,17 +133,12 @@ class Mirror:
         # The new save needs the same name. This is the one case in which a copy is deleted first.
         for seq in replaced:
             collect.delete_checkpoint(self._target, seq)
-        copied = []
-        for path, brief in sorted(briefs.items(), key=lambda entry: entry[1].seq):
-            if (brief.seq, brief.nonce) not in target_saves:
-                try:
-                    manifest = self._source.with_tables(
-                        check_place(path, read_manifest(path), False)
-                    )
-                    transfer(self._source, manifest, self._target, again=True)
-                except (FileNotFoundError, StepNotFound):
-                    continue  # deleted since it was listed
-                copied.append(brief.step)
+        missing = [
+            (path, brief.step)
+            for path, brief in sorted(briefs.items(), key=lambda entry: entry[1].seq)
+            if (brief.seq, brief.nonce) not in target_saves
+        ]
+        copied = [step for path, step in missing if self._copy(path)]
         self._update_bond()
         # A replaced save is gone already, and its number now belongs to the new one.
         deleted = sorted({seq for seq, _ in target_saves - source_saves} - replaced)
@@ -155,6 +150,15 @@ class Mirror:
             grace_seconds = 0 if self._is_memory else SaveOptions().grace_seconds
             collect.collect(self._target, grace_seconds=grace_seconds)
         return copied
+
+    def _copy(self, path: Place) -> bool:
+        """Copy the step of a manifest, and return whether it is still there."""
+        try:
+            manifest = self._source.with_tables(check_place(path, read_manifest(path), False))
+            transfer(self._source, manifest, self._target, again=True)
+        except (FileNotFoundError, StepNotFound):
+            return False  # deleted since it was listed
+        return True
 
     def _update_bond(self) -> None:
         """Copy a memory root's knowledge of the durable root.

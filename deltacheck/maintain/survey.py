@@ -219,18 +219,9 @@ def _extend(
         and not dropped_ids.isdisjoint(segment.id for segment, _ in previous.links)
     ):
         previous = None
-    last_segment = None if previous is None else previous.links[-1][0].id
-    # Links are compared from the newest backwards, up to a link of the previous lineage or to a
-    # keyframe, which begins a new one.
-    new_links: list[Link] = []
-    for segment, entry in reversed(links):
-        if segment.id == last_segment:
-            break
-        new_links.append((segment, entry))
-        if entry.is_whole:
-            previous = None
-            break
-    new_links.reverse()
+    new_links = _links_after(None if previous is None else previous.links[-1][0].id, links)
+    if new_links and new_links[0][1].is_whole:
+        previous = None
     lineage = Lineage(path, record, []) if previous is None else previous
     place = f"step {manifest.step}, leaf {path!r}"
     if previous is None and not (new_links and new_links[0][1].is_whole):
@@ -255,6 +246,18 @@ def _extend(
     lineage.links += new_links
     lineage.uses.append(Use(manifest.seq, manifest.step, len(lineage.links)))
     return lineage
+
+
+def _links_after(last_segment: str | None, links: Sequence[Link]) -> list[Link]:
+    """Return the links after one in a segment, but from the newest keyframe on if there is one."""
+    new_links: list[Link] = []
+    for segment, entry in reversed(links):
+        if segment.id == last_segment:
+            break
+        new_links.append((segment, entry))
+        if entry.is_whole:
+            break
+    return new_links[::-1]
 
 
 class Tables(NamedTuple):

@@ -6,7 +6,7 @@ activity.advance(...)`` is a pure fold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 from deltacheck.policy.events import Event
@@ -50,20 +50,27 @@ class Activity:
         if not advanced:
             # No update since the last save says nothing about single parameters.
             return Activity(dict(counts), self.streaks), ()
-        streaks = {}
-        turned = {"frozen": 0, "unfrozen": 0}
-        for name in common:
-            streak, moves = self.streaks.get(name, 0), name in advanced
-            if moves and streak <= -STEADY_SAVES:
-                turned["unfrozen"] += sizes.get(name, 0)
-            elif not moves and streak >= STEADY_SAVES:
-                turned["frozen"] += sizes.get(name, 0)
-            same = (streak > 0) == moves and streak != 0
-            streaks[name] = (streak if same else 0) + (1 if moves else -1)
+        before = {name: self.streaks.get(name, 0) for name in common}
+        streaks = {name: _extended(before[name], name in advanced) for name in common}
         total = sum(sizes.get(name, 0) for name in common)
-        events = tuple(
-            Event(step, what, elements / total)
-            for what, elements in turned.items()
-            if elements and elements >= LEAST_SHARE * total
-        )
-        return Activity(dict(counts), streaks), events
+        events = []
+        for what, names in _turned(before, advanced).items():
+            elements = sum(sizes.get(name, 0) for name in names)
+            if elements and elements >= LEAST_SHARE * total:
+                events.append(Event(step, what, elements / total))
+        return Activity(dict(counts), streaks), tuple(events)
+
+
+def _turned(streaks: Mapping[str, int], advanced: Container[str]) -> dict[str, list[str]]:
+    """Return the parameters that now do the opposite of what they have done steadily."""
+    return {
+        "frozen": [n for n, s in streaks.items() if s >= STEADY_SAVES and n not in advanced],
+        "unfrozen": [n for n, s in streaks.items() if s <= -STEADY_SAVES and n in advanced],
+    }
+
+
+def _extended(streak: int, moves: bool) -> int:
+    """Return a streak with one more save: positive while updates come, negative while none do."""
+    if moves:
+        return max(streak, 0) + 1
+    return min(streak, 0) - 1

@@ -187,19 +187,14 @@ class Detector:
         events = [*_nonfinite(observation)]
         if last is None and observation.resumed:
             events.append(Event(step, "resume"))
-        if (
-            last is not None
-            and None not in (last.optimizer, observation.optimizer)
-            and last.optimizer != observation.optimizer
-        ):
+        known_optimizer = None if last is None else last.optimizer
+        # An observation without an optimizer must not hide a change between its neighbours.
+        optimizer = known_optimizer if observation.optimizer is None else observation.optimizer
+        if known_optimizer is not None and optimizer != known_optimizer:
             events.append(Event(step, "optimizer"))
         rates = _rates(observation)
-        jump = _jump(self.rates, step, rates, self.peak_rate)
-        floors = _floors(self.floors, self.rates, rates)
-        if jump is None:
-            jump = _creep(floors, rates, self.peak_rate)
+        floors, jump = self._judge_rates(step, rates)
         if jump is not None:
-            floors = rates or ()
             events.append(Event(step, "learning-rate", jump))
         steps = 1 if last is None else step - last.step
         loss, z_loss = _advance(self.loss, observation.loss, steps, self.window_steps)
@@ -217,15 +212,17 @@ class Detector:
             )
         history = self.rates if rates is None else (*self.rates[-1:], (step, rates))
         peak = max((self.peak_rate, *(rates or ())))
-        # An observation without an optimizer must not hide a change between its neighbours.
-        newest = replace(
-            observation,
-            optimizer=observation.optimizer
-            if last is None or observation.optimizer is not None
-            else last.optimizer,
-        )
+        newest = replace(observation, optimizer=optimizer)
         detector = Detector(self.window_steps, newest, loss, norm, history, peak, floors)
         return detector, tuple(events)
+
+    def _judge_rates(self, step: int, rates: Numbers | None) -> tuple[Numbers, float | None]:
+        """Return the floors with the rates of a step, and the factor of a jump if there is one."""
+        floors = _floors(self.floors, self.rates, rates)
+        jump = _jump(self.rates, step, rates, self.peak_rate)
+        if jump is None:
+            jump = _creep(floors, rates, self.peak_rate)
+        return (floors if jump is None else rates or ()), jump
 
 
 def _advance(

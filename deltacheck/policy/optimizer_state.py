@@ -81,28 +81,50 @@ def torch_states(
             (prefix, name),
             (f"{base}param_groups.{name}" if separator == "." else None, len(states)),
         )
-        masters = [
-            field
-            for field in fields
-            if field in MASTER_NAMES and specs[fields[field]].dtype == "float32"
-        ]
-        master = masters[0] if len(masters) == 1 else None
-        unknown = sorted(fields.keys() - {"exp_avg", "exp_avg_sq", "step", master})
-        parameter = Parameter(
-            f"{base}state{separator}{name}",
-            master=fields.get(master or ""),
-            first=fields.get("exp_avg"),
-            second=fields.get("exp_avg_sq"),
-            count=fields.get("step", f"{group}/step" if f"{group}/step" in scalars else None),
-            group=group,
-            adam="exp_avg" in fields and "exp_avg_sq" in fields and not unknown,
-            unknown=tuple(fields[field] for field in unknown),
+        group_count = f"{group}/step" if f"{group}/step" in scalars else None
+        parameter = _torch_parameter(
+            f"{base}state{separator}{name}", fields, group, group_count, specs
         )
         # A step count is a smaller array than the moments.
         shape = max((specs[path].shape for path in arrays), key=math.prod)
         key = names.get((prefix, name), "") if name.isdecimal() else dotted(name)
         states.append(ParameterState(parameter, key, shape, prefix, (group or prefix, position)))
     return states
+
+
+def _torch_parameter(
+    name: str,
+    fields: Mapping[str, str],
+    group: str | None,
+    group_count: str | None,
+    specs: Mapping[str, LeafSpec],
+) -> Parameter:
+    """Return the parameter of a state of torch, without its weight.
+
+    Args:
+        name: The name of the parameter.
+        fields: Name of a field of the state -> its path.
+        group: The path of its group.
+        group_count: The step count of the group, for states without a count of their own.
+        specs: The specs of all leaves.
+    """
+    masters = [
+        field
+        for field in fields
+        if field in MASTER_NAMES and specs[fields[field]].dtype == "float32"
+    ]
+    master = masters[0] if len(masters) == 1 else None
+    unknown = sorted(fields.keys() - {"exp_avg", "exp_avg_sq", "step", master})
+    return Parameter(
+        name,
+        master=fields.get(master or ""),
+        first=fields.get("exp_avg"),
+        second=fields.get("exp_avg_sq"),
+        count=fields.get("step", group_count),
+        group=group,
+        adam="exp_avg" in fields and "exp_avg_sq" in fields and not unknown,
+        unknown=tuple(fields[field] for field in unknown),
+    )
 
 
 def _torch_entries(paths: Iterable[str]) -> dict[tuple[str, str, str], dict[str, str]]:

@@ -14,7 +14,13 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.policy.optimizer_state import dotted, optax_states, torch_states, zero_states
+from deltacheck.policy.optimizer_state import (
+    ParameterState,
+    dotted,
+    optax_states,
+    torch_states,
+    zero_states,
+)
 from deltacheck.policy.parameters import Parameter, Roles
 from deltacheck.policy.weight_matching import match_by_name, match_by_order
 
@@ -40,18 +46,7 @@ def find(
     """
     # The files in the tree of DeepSpeed look like states of torch, without the moments.
     states = zero_states(specs, scalars) or [*torch_states(specs, scalars), *optax_states(specs)]
-    optimizer_paths = {path for state in states for path in state.paths()}
-    # State of an optimizer that no reader lists, such as a schedule, is no part of the model
-    # either.
-    roots = tuple({state.root + "/" for state in states if state.root})
-    model = [
-        path
-        for path in dict.fromkeys([*(order or ()), *specs])
-        if path in specs
-        and path not in optimizer_paths
-        and not path.startswith(roots)
-        and specs[path].dtype in _FLOATS
-    ]
+    model = _model_paths(states, specs, order or ())
     with_name = [state for state in states if state.key]
     numbered = [state for state in states if not state.key]
     named_parameters, containers = match_by_name(with_name, specs, model)
@@ -71,6 +66,24 @@ def find(
         weights,
         {path: specs[path].shape for path in model} if states else {},
     )
+
+
+def _model_paths(
+    states: Iterable[ParameterState], specs: Mapping[str, LeafSpec], order: Iterable[str]
+) -> list[str]:
+    """Return the floating-point leaves outside of optimizers, those of ``order`` first."""
+    optimizer_paths = {path for state in states for path in state.paths()}
+    # State of an optimizer that no reader lists, such as a schedule, is no part of the model
+    # either.
+    roots = tuple({state.root + "/" for state in states if state.root})
+    return [
+        path
+        for path in dict.fromkeys([*order, *specs])
+        if path in specs
+        and path not in optimizer_paths
+        and not path.startswith(roots)
+        and specs[path].dtype in _FLOATS
+    ]
 
 
 class Finder:
@@ -104,20 +117,7 @@ def pair(roles: Roles, evidence: Mapping[tuple[str, str], float]) -> Roles:
         evidence: (name of the parameter, leaf) -> the correlation of the leaf's change with the
             update of the state, of those that are as large as the rate of the state.
     """
-    leaf_of: dict[str, str] = {}
-    name_of: dict[str, str] = {}
-    for (name, leaf), correlation in sorted(evidence.items(), key=lambda item: item[1]):
-        if correlation >= LEAST_CORRELATION:
-            leaf_of[name], name_of[leaf] = leaf, name
-    mutual = {name: leaf for name, leaf in leaf_of.items() if name_of[leaf] == name}
-    # A guess by order is one of all states of a shape together, so it is replaced as a whole.
-    unpaired = [p for p in roles.parameters if p.rivals and p.name not in mutual]
-    shapes = {roles.weights.get(p.weight or "") for p in unpaired}
-    mutual = {
-        p.name: mutual[p.name]
-        for p in roles.parameters
-        if p.name in mutual and not (p.rivals and roles.weights.get(p.weight or "") in shapes)
-    }
+    mutual = _mutual(roles, evidence)
     paired_leaves, groups = set(mutual.values()), {p.name: p.group or "" for p in roles.parameters}
     parameters = []
     for p in roles.parameters:
@@ -133,6 +133,24 @@ def pair(roles: Roles, evidence: Mapping[tuple[str, str], float]) -> Roles:
             p = replace(p, weight=None, master=None, proven=True, paired=False)
         parameters.append(p)
     return replace(roles, parameters=tuple(parameters))
+
+
+def _mutual(roles: Roles, evidence: Mapping[tuple[str, str], float]) -> dict[str, str]:
+    """Return the leaf of each state that has moved it most, and that no other state moved more."""
+    leaf_of: dict[str, str] = {}
+    name_of: dict[str, str] = {}
+    for (name, leaf), correlation in sorted(evidence.items(), key=lambda item: item[1]):
+        if correlation >= LEAST_CORRELATION:
+            leaf_of[name], name_of[leaf] = leaf, name
+    mutual = {name: leaf for name, leaf in leaf_of.items() if name_of[leaf] == name}
+    # A guess by order is one of all states of a shape together, so it is replaced as a whole.
+    unpaired = [p for p in roles.parameters if p.rivals and p.name not in mutual]
+    shapes = {roles.weights.get(p.weight or "") for p in unpaired}
+    return {
+        p.name: mutual[p.name]
+        for p in roles.parameters
+        if p.name in mutual and not (p.rivals and roles.weights.get(p.weight or "") in shapes)
+    }
 
 
 def _moving(parameter: Parameter, leaf: str, roles: Roles) -> Parameter:
@@ -159,37 +177,46 @@ def prove(roles: Roles, is_cast: Callable[[str, str], bool]) -> Roles:
         is_cast: A function of two paths, weight and master. It returns True if the weight is
             narrow, has the shape of the master and holds its bits, cast to the weight's type.
     """
-    unproven = {p.name: p for p in roles.parameters if not p.proven and p.master is not None}
+    unproven = {p.name for p in roles.parameters if not p.proven and p.master is not None}
     confirmed = {
-        name
-        for name, p in unproven.items()
-        if p.weight is not None and is_cast(p.weight, str(p.master))
+        p.name
+        for p in roles.parameters
+        if p.name in unproven and p.weight is not None and is_cast(p.weight, str(p.master))
     }
     # A weight that one parameter owns for certain is no candidate for another.
     assigned = {p.weight for p in roles.parameters if p.name in confirmed or p.name not in unproven}
-    masters = {p.master for p in roles.parameters}
     parameters = []
     for parameter in roles.parameters:
-        if parameter.name in unproven:
-            weight = parameter.weight if parameter.name in confirmed else None
-            if weight is None:
-                weight = _weight_of(parameter, roles, masters | assigned, is_cast)
-            is_owned = str(parameter.master).startswith(parameter.name)
-            master = parameter.master
-            if weight is None and not is_owned:
-                copies = _masters_of(parameter, roles, masters, is_cast)
-                if len(copies) == 1:
-                    weight, master = parameter.weight, copies[0]
-            assigned.add(weight)
-            parameter = replace(
-                parameter,
-                master=master,
-                weight=weight,
-                proven=weight is not None,
-                paired=parameter.paired and (weight is not None or is_owned),
-            )
+        if parameter.name in confirmed:
+            parameter = replace(parameter, proven=True)
+        elif parameter.name in unproven:
+            parameter = _searched(parameter, roles, assigned, is_cast)
+            assigned.add(parameter.weight)
         parameters.append(parameter)
     return replace(roles, parameters=tuple(parameters))
+
+
+def _searched(
+    parameter: Parameter,
+    roles: Roles,
+    assigned: set[str | None],
+    is_cast: Callable[[str, str], bool],
+) -> Parameter:
+    """Return a parameter whose guess has failed, with the weight and master that fit, if any do."""
+    masters = {p.master for p in roles.parameters}
+    weight, master = _weight_of(parameter, roles, masters | assigned, is_cast), parameter.master
+    is_owned = str(master).startswith(parameter.name)
+    if weight is None and not is_owned:
+        copies = _masters_of(parameter, roles, masters, is_cast)
+        if len(copies) == 1:
+            weight, master = parameter.weight, copies[0]
+    return replace(
+        parameter,
+        master=master,
+        weight=weight,
+        proven=weight is not None,
+        paired=parameter.paired and (weight is not None or is_owned),
+    )
 
 
 def _weight_of(

@@ -173,23 +173,7 @@ def match_by_order(
     models = [c for c in containers if not words[c] & _COPIES]
     masters = [c for c in models if words[c] & MASTER_NAMES]
     ranks = _Ranks(states)
-    roots: dict[str, list[ParameterState]] = {}
-    for state in states:
-        roots.setdefault(state.root, []).append(state)
-    # Container of weights -> the states of the optimizers that it suits best
-    pools: dict[str | None, list[ParameterState]] = {}
-    for root, members in roots.items():
-        shapes = Counter(state.shape for state in members)
-        for container, paths in containers.items():
-            matches = Counter(specs[path].shape for path in paths) & shapes
-            ranks.matches[root, dotted(container)] = matches.total()
-        fitting = [c for c in containers if c not in masters and ranks.matches[root, dotted(c)]]
-
-        def rank(container: str, root: str = root) -> tuple[bool, tuple[bool, int, int, int], bool]:
-            is_narrow = any(specs[path].dtype in _NARROW for path in containers[container])
-            return container in models, ranks.rank(root, dotted(container)), is_narrow
-
-        pools.setdefault(max(fitting, key=rank, default=None), []).extend(members)
+    pools = _pools(states, specs, containers, models, masters, ranks)
     parameters: dict[str, Parameter] = {}
     for pool, members in pools.items():
         if pool is None:
@@ -211,6 +195,43 @@ def match_by_order(
         parameters |= _with_rivals(members, parameters, specs, containers)
     used = {f"{dotted(pool)}." if pool else "" for pool in pools if pool is not None}
     return [parameters[state.parameter.name] for state in states], used
+
+
+def _pools(
+    states: list[ParameterState],
+    specs: Mapping[str, LeafSpec],
+    containers: Mapping[str, list[str]],
+    models: list[str],
+    masters: list[str],
+    ranks: _Ranks,
+) -> dict[str | None, list[ParameterState]]:
+    """Return the states by the container of weights that suits their optimizer best.
+
+    Args:
+        states: The states of parameters without a name.
+        specs: The specs of all leaves.
+        containers: Container -> the leaves in it.
+        models: The containers that are no copies.
+        masters: Those of them that have the name of masters.
+        ranks: The order of the containers; the matches of these states are added.
+    """
+    roots: dict[str, list[ParameterState]] = {}
+    for state in states:
+        roots.setdefault(state.root, []).append(state)
+    pools: dict[str | None, list[ParameterState]] = {}
+    for root, members in roots.items():
+        shapes = Counter(state.shape for state in members)
+        for container, paths in containers.items():
+            matches = Counter(specs[path].shape for path in paths) & shapes
+            ranks.matches[root, dotted(container)] = matches.total()
+        fitting = [c for c in containers if c not in masters and ranks.matches[root, dotted(c)]]
+
+        def rank(container: str, root: str = root) -> tuple[bool, tuple[bool, int, int, int], bool]:
+            is_narrow = any(specs[path].dtype in _NARROW for path in containers[container])
+            return container in models, ranks.rank(root, dotted(container)), is_narrow
+
+        pools.setdefault(max(fitting, key=rank, default=None), []).extend(members)
+    return pools
 
 
 def _twin(

@@ -131,15 +131,10 @@ class Observer(ABC):
             }
         count = _count(self._plan, values) or step
         self._find_derived(samples, fresh)
-        comparable = not fresh and not resumed and bool(self._observed)
-        previous_count = self._observed[-1].count if comparable else 0
-        leaves = (
-            measure.measure(
-                self._plan, self._samples, samples, (previous_count, count), self._rules
-            )
-            if comparable
-            else {}
-        )
+        leaves = {}
+        if not fresh and not resumed and self._observed:
+            counts = (self._observed[-1].count, count)
+            leaves = measure.measure(self._plan, self._samples, samples, counts, self._rules)
         if resumed:
             # The run repeats these steps, so their observations no longer belong to it.
             self._observed = [o for o in self._observed if o.step < step]

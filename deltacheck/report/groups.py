@@ -59,11 +59,7 @@ def groups(sizes: Mapping[str, int], most: int) -> dict[str, tuple[str, ...]]:
                 finished.append(paths)
     for count, pieces_of_one in enumerate(numbered):
         runs = (most - len(finished)) // (len(numbered) - count)
-        run_length = -(-len(pieces_of_one) // runs)
-        for first in range(0, len(pieces_of_one), run_length):
-            finished.append(
-                [path for piece in pieces_of_one[first : first + run_length] for path in piece]
-            )
+        finished += _joined(pieces_of_one, runs)
     result: dict[str, tuple[str, ...]] = {}
     for paths in sorted(finished, key=lambda paths: natural("".join(keys[paths[0]]))):
         name = _name(paths)
@@ -72,6 +68,15 @@ def groups(sizes: Mapping[str, int], most: int) -> dict[str, tuple[str, ...]]:
             name += " "
         result[name] = tuple(paths)
     return result
+
+
+def _joined(pieces: list[list[str]], runs: int) -> list[list[str]]:
+    """Join pieces to at most a number of runs of neighbours."""
+    length = -(-len(pieces) // runs)
+    return [
+        [path for piece in pieces[first : first + length] for path in piece]
+        for first in range(0, len(pieces), length)
+    ]
 
 
 def classes(sizes: Mapping[str, int], most: int) -> dict[str, tuple[str, ...]]:

@@ -437,7 +437,7 @@ def _related_problems(
     problems: dict[str, str] = {}
     step = saves[-1]
     for parameter in assignment.parameters:
-        second, master, weight = parameter.second, parameter.master, parameter.weight
+        second = parameter.second
         terms = promises[second].terms if second is not None and second in promises else None
         if isinstance(terms, Reused) and parameter.first in restored.arrays:
             for from_step, part in parts_of[str(second)]:
@@ -445,21 +445,29 @@ def _related_problems(
                 problem = _second_moment(parameter, restored, state_at(step), part, states)
                 if problem:
                     problems.setdefault(str(second), problem)
-        live = state_at(step)
-        is_exact = weight in restored.arrays and weight not in promises and parameter.proven
-        if (
-            master in promises
-            and master in restored.arrays
-            and is_exact
-            # Masters of other types are not kept in cells.
-            and live.specs[str(weight)].dtype == "bfloat16"
-            # A weight of that name may be something else, such as an average.
-            and not _outside_cells(live.arrays[str(master)], live.arrays[str(weight)])
-        ):
-            problem = _outside_cells(restored.arrays[str(master)], restored.arrays[str(weight)])
-            if problem:
-                problems[str(master)] = problem
+        problem = _master_problem(parameter, restored, promises, state_at(step))
+        if problem:
+            problems[str(parameter.master)] = problem
     return problems
+
+
+def _master_problem(
+    parameter: Parameter, restored: Snapshot, promises: Mapping[str, Promise], live: Snapshot
+) -> str:
+    """Check that a master that is not exact is in the cell of its exact bfloat16 weight."""
+    weight, master = parameter.weight, parameter.master
+    is_exact = weight in restored.arrays and weight not in promises and parameter.proven
+    if (
+        master not in promises
+        or master not in restored.arrays
+        or not is_exact
+        # Masters of other types are not kept in cells.
+        or live.specs[str(weight)].dtype != "bfloat16"
+        # A weight of that name may be something else, such as an average.
+        or _outside_cells(live.arrays[str(master)], live.arrays[str(weight)])
+    ):
+        return ""
+    return _outside_cells(restored.arrays[str(master)], restored.arrays[str(weight)])
 
 
 def _second_moment(

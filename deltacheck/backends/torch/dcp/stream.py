@@ -228,37 +228,14 @@ class RootStream:
         """
         previous = self._planned
         local_by_rank = previous.local_holdings | dict(local_holdings)
-        is_exact = self.settings.policy.is_exact
-        if not is_exact and len(local_by_rank) == len(boxes_by_rank):
+        if not self.settings.policy.is_exact and len(local_by_rank) == len(boxes_by_rank):
             # DCP gives replicas to ranks one by one, but the leaves of a parameter belong together.
             boxes_by_rank = [
                 {**boxes, **local_by_rank[rank].held()} for rank, boxes in enumerate(boxes_by_rank)
             ]
         holdings = [Holdings.of(boxes) for boxes in boxes_by_rank]
-        tiling = previous.tiling
-        # An old plan leaves the tiles on the ranks that have their bases, so it is used while it
-        # fits.
-        if holdings != previous.holdings:
-            restored = _restored.get(str(self.path))
-            before = (
-                {}
-                if restored is None
-                else {path: Before(cut.cuts) for path, cut in restored.manifest.tiles.items()}
-            )
-            before |= {
-                path: Before(leaf.cuts, leaf.owners) for path, leaf in previous.tiling.items()
-            }
-            groups = [] if is_exact else leaf_groups(sharding.specs(holdings), tree)
-            tiling = sharding.plan(holdings, before, groups)
         if (holdings, local_by_rank) != (previous.holdings, previous.local_holdings):
-            of_ranks = [
-                local_by_rank[rank] for rank in range(len(holdings)) if rank in local_by_rank
-            ]
-            # Without what every rank holds, as with plans that DCP has cached for another root,
-            # nothing is compared.
-            copies = sharding.copies(tiling, of_ranks) if len(of_ranks) == len(holdings) else None
-            shares = sharding.shares(tiling, len(holdings), copies)
-            self._planned = _Planned(holdings, local_by_rank, tiling, copies, shares)
+            self._planned = self._divide(holdings, local_by_rank, tree)
         # After all that may refuse the save, which then leaves no files, and before any rank has
         # written.
         self.lead()
@@ -286,6 +263,32 @@ class RootStream:
             )
             for share in self._planned.shares
         ]
+
+    def _divide(
+        self, holdings: list[Holdings], local_by_rank: dict[int, Holdings], tree: Node
+    ) -> _Planned:
+        """Return the plan for what ranks hold; the arguments are as in ``_Planned`` and ``plan``.
+
+        An old plan leaves the tiles on the ranks that have their bases, so it is used while it
+        fits.
+        """
+        previous = self._planned
+        tiling = previous.tiling
+        if holdings != previous.holdings:
+            restored = _restored.get(str(self.path))
+            cuts = {} if restored is None else restored.manifest.tiles
+            before = {path: Before(cut.cuts) for path, cut in cuts.items()} | {
+                path: Before(leaf.cuts, leaf.owners) for path, leaf in previous.tiling.items()
+            }
+            is_exact = self.settings.policy.is_exact
+            groups = [] if is_exact else leaf_groups(sharding.specs(holdings), tree)
+            tiling = sharding.plan(holdings, before, groups)
+        of_ranks = [local_by_rank[rank] for rank in range(len(holdings)) if rank in local_by_rank]
+        # Without what every rank holds, as with plans that DCP has cached for another root, nothing
+        # is compared.
+        copies = sharding.copies(tiling, of_ranks) if len(of_ranks) == len(holdings) else None
+        shares = sharding.shares(tiling, len(holdings), copies)
+        return _Planned(holdings, local_by_rank, tiling, copies, shares)
 
     def _remove_probe(self) -> None:
         if self._probe is not None:

@@ -148,28 +148,24 @@ def _without(value: object, take: Callable[[object], None]) -> object:
     if is_descriptor(value):
         take(value)
         return _NOTHING
-    if isinstance(value, dict):
-        items = {key: _without(item, take) for key, item in value.items()}
-        rest = {key: item for key, item in items.items() if item is not _NOTHING}
-        if all(items[key] is item for key, item in value.items()):
-            return value
-        if not rest:
-            return _NOTHING
-        if not isinstance(value, OrderedDict):
-            return rest
-        ordered = OrderedDict(rest)
-        # Attributes, such as the ``_metadata`` of a module's state dict.
-        vars(ordered).update(vars(value))
-        return ordered
+    if not isinstance(value, dict | list):
+        return value
+    old = list(value.values() if isinstance(value, dict) else value)
+    new = [_without(item, take) for item in old]
+    if all(after is before for after, before in zip(new, old, strict=True)):
+        return value
+    if all(item is _NOTHING for item in new):
+        return _NOTHING
     if isinstance(value, list):
-        elements = [_without(item, take) for item in value]
-        if all(new is old for new, old in zip(elements, value, strict=True)):
-            return value
-        if all(item is _NOTHING for item in elements):
-            return _NOTHING
         # Placeholders, so that the other elements keep their positions for ``_merged``.
-        return [None if item is _NOTHING else item for item in elements]
-    return value
+        return [None if item is _NOTHING else item for item in new]
+    rest = {key: item for key, item in zip(value, new, strict=True) if item is not _NOTHING}
+    if not isinstance(value, OrderedDict):
+        return rest
+    ordered = OrderedDict(rest)
+    # Attributes, such as the ``_metadata`` of a module's state dict.
+    vars(ordered).update(vars(value))
+    return ordered
 
 
 def _merged(state: Any, common: Any, put: _Put) -> object:
