@@ -127,7 +127,7 @@ def repair(
     chains = survey(root, manifests.values())
     _repair_documents(root, chains, backup, result, dry_run)
     problems: dict[int | None, list[Lost]] = {}
-    for finding in verify.verify(root, deep=True):
+    for finding in verify.damage(root, list(manifests.values()), chains):
         lost = Lost(finding.step, finding.leaf, finding.problem)
         problems.setdefault(finding.step, []).append(lost)
     for path, manifest in manifests.items():

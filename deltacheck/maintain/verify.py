@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 
@@ -158,10 +158,65 @@ def check(
         # The operating system's numbers: a training may have seeded Python's generator, and every
         # run would draw the same chains.
         seed = random.SystemRandom().randrange(1 << 32)
-    # The order of the files on the disk, so that reads are sequential.
-    lineages = sorted(chains.lineages, key=lambda lineage: (lineage.links[0][0].id, lineage.path))
-    total = sum(map(cost_bytes, lineages))
     progress = ScrubProgress(None if resume is None else Path(resume))
+    chosen = _choose(chains, progress, subset, seed)
+    findings += _check_data(root, manifests, chains, chosen.lineages, progress, display)
+    # These leaves have no chain of their own, so they are read once for each complete pass.
+    if chosen.remaining_bytes == 0:
+        findings += _check_indirect(root, manifests)
+        progress.restart()
+    # The walk reports errors of the tables that the shallow check has already found.
+    return Verified.of(
+        findings,
+        manifests,
+        checked_bytes=sum(map(cost_bytes, chosen.lineages)),
+        all_bytes=chosen.all_bytes,
+        remaining_bytes=chosen.remaining_bytes,
+        seed=seed,
+    )
+
+
+def damage(root: Root, manifests: Sequence[Manifest], chains: Survey) -> tuple[Finding, ...]:
+    """Read every byte of steps, and return the damage for which a restore is refused.
+
+    Args:
+        root: Root to read.
+        manifests: The steps.
+        chains: Their chains.
+    """
+    findings = [
+        *_check_tables(root, manifests, chains),
+        *_check_data(root, manifests, chains, _in_order_of_files(chains), ScrubProgress(None)),
+        *_check_indirect(root, manifests),
+    ]
+    return Verified.of(findings, manifests).findings
+
+
+class _Choice(NamedTuple):
+    """The chains that a deep check reads.
+
+    Attributes:
+        lineages: The chains.
+        all_bytes: Decoded bytes of all chains of the steps.
+        remaining_bytes: Decoded bytes of those that later runs will read.
+    """
+
+    lineages: list[Lineage]
+    all_bytes: int
+    remaining_bytes: int
+
+
+def _in_order_of_files(chains: Survey) -> list[Lineage]:
+    """Return all chains in the order of their files on the disk, so that reads are sequential."""
+    return sorted(chains.lineages, key=lambda lineage: (lineage.links[0][0].id, lineage.path))
+
+
+def _choose(
+    chains: Survey, progress: ScrubProgress, subset: float | None, seed: int | None
+) -> _Choice:
+    """Return the chains to read: those that no run has read, or a sample, and damaged ones."""
+    lineages = _in_order_of_files(chains)
+    total = sum(map(cost_bytes, lineages))
     damaged = [lineage for lineage in lineages if lineage_key(lineage) in progress.damaged]
     checked = progress.sound | progress.damaged
     remaining = [lineage for lineage in lineages if lineage_key(lineage) not in checked]
@@ -170,15 +225,27 @@ def check(
         remaining = sample(remaining, subset * total, random.Random(seed))
     remaining_bytes -= sum(map(cost_bytes, remaining))
     # Damaged chains are read in every run, so that every run reports them.
-    selected = remaining + damaged
-    size = sum(map(cost_bytes, selected))
+    return _Choice(remaining + damaged, total, remaining_bytes)
+
+
+def _check_data(
+    root: Root,
+    manifests: Iterable[Manifest],
+    chains: Survey,
+    lineages: Sequence[Lineage],
+    progress: ScrubProgress,
+    display: Display | None = None,
+) -> list[Finding]:
+    """Read some chains of steps, record each in the progress, and return the damage."""
+    size = sum(map(cost_bytes, lineages))
     limits.check_bytes(
         root.store.path, (ref.id for ref in chains.segments), size, f"the data of {root.path}"
     )
     derived = _Derived.of(manifests)
+    findings: list[Finding] = []
     try:
         with nullcontext(lambda advance: None) if display is None else display(size) as advance:
-            for lineage, error in _read_all(selected, derived):
+            for lineage, error in _read_all(lineages, derived):
                 progress.record(lineage_key(lineage), error is None)
                 if error is not None:
                     findings += _harm(lineage, error)
@@ -186,20 +253,7 @@ def check(
     finally:
         # This also happens after an interrupt, so that the next run continues from here.
         progress.save()
-    findings += derived.findings
-    # These leaves have no chain of their own, so they are read once for each complete pass.
-    if remaining_bytes == 0:
-        findings += _check_indirect(root, manifests)
-        progress.restart()
-    # The walk reports errors of the tables that the shallow check has already found.
-    return Verified.of(
-        findings,
-        manifests,
-        checked_bytes=size,
-        all_bytes=total,
-        remaining_bytes=remaining_bytes,
-        seed=seed,
-    )
+    return findings + derived.findings
 
 
 def _manifests(root: Root, step: int | str | None) -> tuple[list[Manifest], list[Finding]]:
