@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -68,18 +67,13 @@ def ingest(
         "memory_bytes": _BASE_BYTES + _COPIES * decoded_bytes,
         "cpu_seconds": _BASE_CPU_SECONDS + decoded_bytes / _BYTES_PER_CPU_SECOND,
     }
-    seconds = limits.current().max_seconds
     child = subprocess.Popen(
         [sys.executable, "-m", "deltacheck.backends.isolated_child"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
-    timer = threading.Timer(0 if seconds is None else seconds, child.kill)
-    timer.daemon = True
     try:
-        if seconds is not None:
-            timer.start()
         assert child.stdin is not None
         assert child.stdout is not None
         child.stdin.write(json.dumps(request).encode())
@@ -94,9 +88,8 @@ def ingest(
         status = child.wait()
         if status:
             path = next((str(p) for _, p in sources if str(p) not in imported), str(root))
-            raise _died(path, status, seconds)
+            raise _died(path, status)
     finally:
-        timer.cancel()
         # Also if the caller ends the iteration: nobody waits for the rest.
         child.kill()
         child.wait()
@@ -133,13 +126,11 @@ def _error_of(message: dict[str, str]) -> Exception:
     return kind(message["message"])
 
 
-def _died(path: str, status: int, seconds: float | None) -> errors.DeltacheckError:
+def _died(path: str, status: int) -> errors.DeltacheckError:
     remedy = "raise max_bytes (--max-bytes) if you trust the file"
     if status == -signal.SIGXCPU:
         return errors.BudgetExceeded(
             f"{path} takes more processor time than its size explains; {remedy}"
         )
-    if status == -signal.SIGKILL and seconds is not None:
-        return errors.BudgetExceeded(f"{path} was not imported within max_seconds={seconds:g}")
     name = signal.Signals(-status).name if status < 0 else f"status {status}"
     return errors.Damaged(f"{path} ended the process that read it ({name})", file=path)

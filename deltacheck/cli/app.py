@@ -55,7 +55,7 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
     "Inspect": {
         "ls run": inspect.ls,
         'show run latest --leaves "model/*"': inspect.show,
-        "log run --by-class --levels 2": inspect.log,
+        "log run --by-class 2": inspect.log,
         "diff run 0 latest": compare.diff,
         "blame run latest --leaves 'model/*'": inspect.blame,
         "view run": view.view,
@@ -72,7 +72,7 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
         "delete run 0 --dry-run": prune.delete,
         "gc run --dry-run": prune.gc,
         "compact run --merge": prune.compact,
-        "export run latest --to hf --shard-size 5GB --out model-folder": copies.export,
+        "export run latest --to hf --out model-folder": copies.export,
         "import imported model.safetensors --step 4": copies.import_files,
         "branch run latest --to other-run": copies.branch,
         "mirror memory mirrored --once": copies.mirror,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -57,15 +57,12 @@ Leaves: TypeAlias = Annotated[
 ]
 
 
-def _limit(context: typer.Context, parameter: Any, value: float | None) -> float | None:
-    """Apply a limit to the whole command: the options are parsed before it runs."""
+def _limit(context: typer.Context, value: int | None) -> int | None:
+    """Apply the limit to the whole command: the options are parsed before it runs."""
     if value is not None:
-        from dataclasses import replace
-
         from deltacheck.leaf import limits
 
-        change: dict[str, Any] = {parameter.name: value}
-        context.with_resource(limits.applied(replace(limits.current(), **change)))
+        context.with_resource(limits.applied(limits.Limits(max_bytes=value)))
     return value
 
 
@@ -80,12 +77,6 @@ MaxBytes: TypeAlias = Annotated[
             "Refuse to read or write more decoded bytes than this. Default: 256 MiB, or 16,384"
             " times what the files of the steps hold; no genuine root reaches it."
         ),
-    ),
-]
-MaxSeconds: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        "--max-seconds", min=0, metavar="N", callback=_limit, help="Give up after this time."
     ),
 ]
 
@@ -237,13 +228,11 @@ def needing(package: str, purpose: str) -> Iterator[None]:
         raise type(error)(f"{message} {package}") from error
 
 
-def require_new(out: Path, force: bool) -> None:
-    """Raise ``FileExistsError`` if the file of ``--out`` exists, unless it is to be replaced."""
-    if out.exists() and not force:
+def require_new(out: Path) -> None:
+    """Raise ``FileExistsError`` if the file of ``--out`` exists."""
+    if out.exists():
         raise FileExistsError(
-            errno.EEXIST,
-            "the file exists; replace it with --force, or name another with --out",
-            str(out),
+            errno.EEXIST, "the file exists; remove it, or name another with --out", str(out)
         )
 
 

@@ -15,7 +15,6 @@ from deltacheck.cli.arguments import (
     Item,
     Json,
     MaxBytes,
-    MaxSeconds,
     RootMaybeStep,
     RootOnly,
     as_misuse,
@@ -56,7 +55,6 @@ def verify(
     ] = None,
     item: Item = None,
     max_bytes: MaxBytes = None,
-    max_seconds: MaxSeconds = None,
     as_json: Json = False,
 ) -> None:
     """Check that steps are whole. The exit code is 1 if damage was found."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, BinaryIO, NamedTuple
 
 import typer
 
@@ -18,7 +18,6 @@ from deltacheck.cli.arguments import (
     Json,
     Leaves,
     MaxBytes,
-    MaxSeconds,
     RootNewestStep,
     RootStep,
     as_misuse,
@@ -56,16 +55,6 @@ class Checksum(StrEnum):
 
     XXH3 = "xxh3-128"
     ADLER32 = "adler32"
-
-
-Timeout: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        min=0,
-        metavar="SECONDS",
-        help="End after this long without a new step. Default: never.",
-    ),
-]
 
 
 # The first suffix of a format is used if no file is named.
@@ -120,18 +109,6 @@ def export(  # noqa: PLR0913 - one argument per option
             "--strip", metavar="PREFIX", help="Remove PREFIX from keys that begin with it."
         ),
     ] = "",
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
-    shard_size: Annotated[
-        str | None,
-        typer.Option(
-            "--shard-size",
-            metavar="SIZE",
-            help=(
-                "The most bytes of a file of weights of --to hf, such as 5GB (default) or 500MB."
-                " Larger: fewer files; smaller: readers can load more files at once."
-            ),
-        ),
-    ] = None,
     files: Annotated[
         Path | None,
         typer.Option(
@@ -145,7 +122,6 @@ def export(  # noqa: PLR0913 - one argument per option
     ] = None,
     item: Item = None,
     max_bytes: MaxBytes = None,
-    max_seconds: MaxSeconds = None,
     as_json: Json = False,
 ) -> None:
     """Write a step, or some of its leaves, to a file of another format.
@@ -156,14 +132,12 @@ def export(  # noqa: PLR0913 - one argument per option
     from deltacheck.restore.resolve import require_leaves
 
     form = _format_of(to, out)
-    if form is not Format.HF and (shard_size is not None or files is not None):
-        raise typer.BadParameter("--shard-size and --files go with --to hf")
+    if form is not Format.HF and files is not None:
+        raise typer.BadParameter("--files goes with --to hf")
     root, manifest = open_step(words, item)
     if form is Format.HF:
-        if force:
-            raise typer.BadParameter("--force replaces files only; remove the folder yourself")
-        model = _Model(out or Path(f"step-{manifest.step}"), shard_size or "5GB", files)
-        _export_model(root, manifest, model, leaves or [], strip, as_json)
+        model = _Model(out or Path(f"step-{manifest.step}"), files, strip)
+        _export_model(root, manifest, model, leaves or [], as_json)
         return
     # Of patterns, whatever the step has is written.
     names = None if leaves is None else [name for name in leaves if not set(name) & set("*?[")]
@@ -179,10 +153,10 @@ def export(  # noqa: PLR0913 - one argument per option
     job = _Export(root, manifest, keys, nested=not leaves and not strip)
     weights_only: bool | None = None
     if form is Format.ORBAX:
-        _write_orbax(job, path, force)
+        _write_orbax(job, path)
         file_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     else:
-        weights_only = _write_file(job, form, path, force)
+        weights_only = _write_file(job, form, path)
         file_bytes = path.stat().st_size
     document = {
         "file": str(path),
@@ -215,29 +189,23 @@ class _Model(NamedTuple):
 
     Attributes:
         path: The folder.
-        shard_size: The most bytes of a file of weights, as text.
         files: The folder of configuration and tokenizer, if given.
+        strip: The prefix to remove from names of weights.
     """
 
     path: Path
-    shard_size: str
     files: Path | None
+    strip: str
 
 
 def _export_model(
-    root: Root,
-    manifest: Manifest,
-    model: _Model,
-    leaves: list[str],
-    strip: str,
-    as_json: bool,
+    root: Root, manifest: Manifest, model: _Model, leaves: list[str], as_json: bool
 ) -> None:
     """Write a folder that ``from_pretrained`` loads, and print the result."""
     from deltacheck.backends.hugging_face import model_export
 
     with as_misuse():
-        shard_size = model_export.shard_bytes(model.shard_size)
-        keys = model_export.model_keys(manifest, leaves, strip)
+        keys = model_export.model_keys(manifest, leaves, model.strip)
     _refuse_inside(root, model.path)
     raw_bytes = sum(manifest.spec(owner).raw_bytes for owner in keys.weights.values())
     with output.progress("writing", raw_bytes) as advance:
@@ -246,7 +214,6 @@ def _export_model(
             root,
             manifest,
             keys,
-            shard_size=shard_size,
             files_from=model.files,
             metadata=_metadata(root, manifest),
             progress=advance,
@@ -304,7 +271,7 @@ def _refuse_inside(root: Root, path: Path) -> None:
         )
 
 
-def _write_file(job: _Export, form: Format, path: Path, force: bool) -> bool | None:
+def _write_file(job: _Export, form: Format, path: Path) -> bool | None:
     """Write one file.
 
     Returns:
@@ -320,7 +287,7 @@ def _write_file(job: _Export, form: Format, path: Path, force: bool) -> bool | N
     }[form]
     with (
         damage.named(job.root, job.manifest),
-        new_file(path, overwrite=force) as file,
+        new_file(path) as file,
         output.progress("writing", job.raw_bytes) as advance,
     ):
         return write(file, job, advance)
@@ -359,15 +326,9 @@ def _write_torch(file: BinaryIO, job: _Export, progress: Progress) -> bool:
     return write_torch(file, job.root, job.manifest, None if job.nested else job.keys, progress)
 
 
-def _write_orbax(job: _Export, path: Path, force: bool) -> None:
+def _write_orbax(job: _Export, path: Path) -> None:
     with needing("jax orbax-checkpoint", "--to orbax"):
         from deltacheck.backends.orbax.files.orbax_import import write_orbax
-    # A checkpoint of Orbax is a tree of files that cannot be replaced in one rename. A failure
-    # halfway would have destroyed the old one.
-    if force:
-        raise typer.BadParameter(
-            "--force replaces files only; remove the folder of an Orbax checkpoint yourself"
-        )
     with output.progress("writing", job.raw_bytes) as advance:
         write_orbax(path, job.root, job.manifest, None if job.nested else job.keys, advance)
 
@@ -401,7 +362,6 @@ def import_files(
     ] = None,
     item: Item = None,
     max_bytes: MaxBytes = None,
-    max_seconds: MaxSeconds = None,
     as_json: Json = False,
 ) -> None:
     """Import safetensors, torch, Hugging Face and Orbax checkpoints as steps of a root.
@@ -575,17 +535,6 @@ def mirror(
         ),
     ],
     once: Annotated[bool, typer.Option("--once", help="Copy the present steps, and end.")] = False,
-    timeout: Timeout = None,
-    power: Annotated[
-        bool,
-        typer.Option(
-            "--power",
-            help=(
-                "Sync the copy of a memory root, so that it survives a power cut. Slower. Other"
-                " copies are synced."
-            ),
-        ),
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """Copy each step of a root as it appears, to another machine's memory or to a bucket.
@@ -594,9 +543,9 @@ def mirror(
     """
     from deltacheck.maintain.mirror import Mirror
 
-    # A timeout of zero polls once, which is what ``--once`` means.
-    with Mirror(source, target, "power" if power else None) as copy:
-        count = copy.run(timeout=0 if once else timeout)
+    # A timeout of zero polls once.
+    with Mirror(source, target) as copy:
+        count = copy.run(timeout=0 if once else None)
     if as_json:
         output.print_json({"source": source, "target": target, "copied": count})
     else:
@@ -622,7 +571,6 @@ def publish(  # noqa: PLR0913 - one argument per option
     once: Annotated[
         bool, typer.Option("--once", help="Publish the present steps, and end.")
     ] = False,
-    timeout: Timeout = None,
     newest_only: Annotated[
         bool,
         typer.Option(
@@ -719,7 +667,7 @@ def publish(  # noqa: PLR0913 - one argument per option
             versions.append(version)
             report(version)
         versions += publisher.run(
-            timeout=0 if once else timeout,
+            timeout=0 if once else None,
             newest_only=newest_only,
             on_version=report,
         )

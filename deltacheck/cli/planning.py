@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -15,7 +14,6 @@ from deltacheck.cli.arguments import Item, Json, RootOnly, parse, working_folder
 from deltacheck.cli.output import Column, Row
 from deltacheck.cli.profiling import TrialOptions
 from deltacheck.cli.replays import Replays
-from deltacheck.policy.presets import RESTORE_RATIO
 
 if TYPE_CHECKING:
     from deltacheck.policy import Policy
@@ -55,9 +53,6 @@ def plan(  # noqa: PLR0913 - one argument per option
             help="Also train on from what each policy restores, and compare the progress.",
         ),
     ] = None,
-    trial_steps: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Training steps of each trial.")
-    ] = 10,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the recorded run.")] = 1,
     keep: Annotated[
         Path | None,
@@ -106,28 +101,6 @@ def plan(  # noqa: PLR0913 - one argument per option
             help="Also say what a whole run of N steps writes, first save included.",
         ),
     ] = None,
-    max_chain_depth: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help=(
-                "Largest number of deltas on a leaf. Larger: fewer keyframes; smaller: faster"
-                " restore."
-            ),
-        ),
-    ] = 32,
-    max_restore_ratio: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            metavar="R",
-            help=(
-                "Largest size of the deltas that a restore decodes for a leaf, in units of the"
-                " leaf's size. Larger: fewer keyframes; smaller: faster restore; 0: no limit."
-            ),
-        ),
-    ] = RESTORE_RATIO,
     max_restore_seconds: Annotated[
         float | None,
         typer.Option(
@@ -173,66 +146,49 @@ def plan(  # noqa: PLR0913 - one argument per option
     if predicts:
         _require_speeds(probe, speeds)
     source = str(parse(words).root)
+    policies = replays.policies_of(names, profile)
     measured: Replays | None = None
-    policies: dict[str, Policy] = {}
     if names:
-        trial = None if factory is None else TrialOptions(factory, seed, trial_steps)
-        policies = replays.policies_of(names, profile, max_chain_depth, max_restore_ratio)
+        trial = None if factory is None else TrialOptions(factory, seed)
         with working_folder(keep, "deltacheck-plan-") as folder:
             measured = replays.measure(source, item, policies, interval_steps, trial, folder)
     planned: _Plan | None = None
     if predicts:
-        observed = _observe(source, item, profile, measured)
-        # A given step time wins: the plan may be for another machine than that of the saves.
-        seconds = step_seconds or observed.step_seconds
-        if not seconds:
-            raise typer.BadParameter(
-                f"--step-seconds is needed: it cannot be derived from {observed.source}"
-            )
-        job = _Job(seconds, mtbf_hours, processes, restart_seconds)
-        limits = _Limits(max_chain_depth, max_restore_ratio, max_restore_seconds)
-        planned = _predict(
-            observed, job, _machine(probe, speeds), limits, interval_steps, state_bytes
+        job = _Job(
+            *(step_seconds, mtbf_hours, processes, restart_seconds),
+            *(max_restore_seconds, interval_steps, state_bytes),
         )
+        observed = _observe(source, item, profile, measured)
+        planned = _predict(observed, job, _machine(probe, speeds), policies)
     if as_json:
-        measured_rows = replays.document(measured, run_steps)
-        document = (
+        prediction = (
             {"source": source, "policy": names[0]}
             if planned is None
             else planned.document(run_steps)
         )
-        output.print_json(document | measured_rows)
+        output.print_json(prediction | replays.document(measured, run_steps))
         return
     if planned is not None:
         planned.show(interval_steps is not None)
         output.print_line("")
     if measured is not None:
-        _print_policies(measured, policies, run_steps)
-    if planned is None:
-        return
-    if measured is None and run_steps:
+        _print_policies(measured, policies, run_steps, is_planned=planned is not None)
+    elif planned is not None:
         planned.show_run(run_steps)
-    for name, reason in () if measured is None else measured.unsteady.items():
-        output.warn(f"{name} is not in the table: {reason}")
-    if measured is None and profile is None:
-        output.print_line("other policies: add --policy exact --policy auto")
+        if profile is None:
+            output.print_line("other policies: add --policy exact --policy auto")
 
 
 class _Job(NamedTuple):
-    """The options of the planned job."""
+    """The options of the planned job. ``None``: what was observed, or no limit."""
 
-    step_seconds: float
+    step_seconds: float | None
     mtbf_hours: float
     processes: int
     restart_seconds: float
-
-
-class _Limits(NamedTuple):
-    """The options that limit chains."""
-
-    max_chain_depth: int
-    max_restore_ratio: float
     max_restore_seconds: float | None
+    interval_steps: int | None
+    state_bytes: int | None
 
 
 class _Plan(NamedTuple):
@@ -274,10 +230,10 @@ class _Plan(NamedTuple):
             "run_bytes": run_bytes,
         }
 
-    def show_run(self, steps: int) -> None:
+    def show_run(self, steps: int | None) -> None:
         """Print what a run of some steps writes."""
-        saves, size = self.prediction.of_run(steps)
-        if saves and size:
+        saves, size = self.prediction.of_run(steps or 0)
+        if steps and size:
             state_bytes = self.prediction.state_bytes
             output.print_line(replays.describe_run(steps, saves, size, state_bytes))
 
@@ -287,41 +243,53 @@ class _Plan(NamedTuple):
 
 
 def _predict(
-    observed: _Observation,
-    job: _Job,
-    machine: Machine,
-    limits: _Limits,
-    interval_steps: int | None,
-    state_bytes: int | None,
+    observed: _Observation, job: _Job, machine: Machine, policies: Mapping[str, Policy]
 ) -> _Plan:
-    """Predict from observed rates: for the first policy, and a row for each of several."""
+    """Predict from observed rates: for the first policy, and a row for each of several.
+
+    Args:
+        observed: The rates.
+        job: The options of the job.
+        machine: The speeds of its machine.
+        policies: The policies by name, each with its own limits of a chain. Any other policy has
+            the default ones.
+    """
+    from deltacheck.policy import Policy
     from deltacheck.profile import planner
     from deltacheck.profile.rates import scaled
 
-    run = planner.PlannedRun(
-        job.step_seconds, job.mtbf_hours * 3600, job.processes, job.restart_seconds
-    )
-    predict = partial(
-        planner.plan,
-        machine=machine,
-        run=run,
-        max_chain_depth=limits.max_chain_depth,
-        # 0 means "no limit" on the command line, which the planner writes as ``None``.
-        max_restore_ratio=limits.max_restore_ratio or None,
-        max_restore_seconds=limits.max_restore_seconds,
-    )
+    # A given step time wins: the plan may be for another machine than that of the saves.
+    seconds = job.step_seconds or observed.step_seconds
+    if not seconds:
+        raise typer.BadParameter(
+            f"--step-seconds is needed: it cannot be derived from {observed.source}"
+        )
+    run = planner.PlannedRun(seconds, job.mtbf_hours * 3600, job.processes, job.restart_seconds)
     rates = {
-        name: observed_rates if state_bytes is None else scaled(observed_rates, state_bytes)
+        name: observed_rates if job.state_bytes is None else scaled(observed_rates, job.state_bytes)
         for name, observed_rates in observed.rates.items()
     }
+
+    def predict(name: str, interval_steps: int | None) -> Prediction:
+        limits = policies.get(name) or Policy.exact()
+        return planner.plan(
+            rates[name],
+            machine,
+            run,
+            max_chain_depth=limits.max_chain_depth,
+            max_restore_ratio=limits.max_restore_ratio,
+            max_restore_seconds=job.max_restore_seconds,
+            interval_steps=interval_steps,
+        )
+
     policy = next(iter(rates))
-    prediction = predict(rates[policy], interval_steps=interval_steps)
+    prediction = predict(policy, job.interval_steps)
     ways: dict[str, Strategy] = {}
     if observed.is_compared:
         # One interval for all rows: the one that was asked for, or the best one of the first.
         interval = prediction.ways[0].interval_steps
-        prediction = predict(rates[policy], interval_steps=interval)
-        ways = {name: predict(rates[name], interval_steps=interval).ways[0] for name in rates}
+        prediction = predict(policy, interval)
+        ways = {name: predict(name, interval).ways[0] for name in rates}
     return _Plan(observed.source, policy, rates[policy], run, machine, prediction, ways)
 
 
@@ -441,9 +409,9 @@ def _machine(folder: Path | None, speeds: dict[str, float]) -> Machine:
 
 
 def _print_policies(
-    measured: Replays, policies: Mapping[str, Policy], run_steps: int | None
+    measured: Replays, policies: Mapping[str, Policy], run_steps: int | None, *, is_planned: bool
 ) -> None:
-    """Print what policies wrote, and what they promise."""
+    """Print what policies wrote, what they promise, and why a prediction lacks some of them."""
     replays.show(measured, run_steps)
     never_stable = [result.policy for result in measured.policies if result.stable_from is None]
     for name, policy in policies.items():
@@ -454,6 +422,9 @@ def _print_policies(
         output.print_line(f"a restore under {name}:")
         for line in policy.promises():
             output.print_line(f"  {line}")
+    if is_planned:
+        for name, reason in measured.unsteady.items():
+            output.warn(f"{name} is not in the table: {reason}")
 
 
 def _print(

@@ -24,7 +24,7 @@ _LOSS = ("loss", "train_loss", "train/loss")
 _NORM = ("gradient_norm", "grad_norm", "train/grad_norm")
 
 
-def profile(  # noqa: PLR0913 - one argument per option
+def profile(
     source: Run = ".",
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FILE", help="The profile to write.")
@@ -46,11 +46,7 @@ def profile(  # noqa: PLR0913 - one argument per option
             ),
         ),
     ] = None,
-    trial_steps: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Training steps of each trial.")
-    ] = 10,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the recorded run.")] = 1,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
     item: Item = None,
     as_json: Json = False,
 ) -> None:
@@ -61,7 +57,7 @@ def profile(  # noqa: PLR0913 - one argument per option
     from deltacheck.errors import StepNotFound
 
     # This is checked before the run is read, because that may take long.
-    require_new(out, force)
+    require_new(out)
     # Every checkpoint is observed, however far apart they are.
     profiler = Profiler(
         interval_steps=1, optimizer=_rule(betas), source=Path(source).resolve().name
@@ -78,7 +74,7 @@ def profile(  # noqa: PLR0913 - one argument per option
         )
     result = profiler.profile()
     if sensitivity is not None:
-        trial = TrialOptions(sensitivity, seed, trial_steps)
+        trial = TrialOptions(sensitivity, seed)
         result = _with_sensitivity(result, source, item, trial)
     result.write(out)
     rows = _rows(result)
@@ -107,14 +103,10 @@ def profile(  # noqa: PLR0913 - one argument per option
 
 
 class TrialOptions(NamedTuple):
-    """The trial of a restored state, as options of a command ask for it.
-
-    ``factory``: of the recorded run, with its ``seed``. ``steps``: of training.
-    """
+    """The recorded run that trials of a restored state train on: its factory, and its seed."""
 
     factory: str
     seed: int
-    steps: int
 
 
 def _with_sensitivity(
@@ -138,7 +130,7 @@ def _with_sensitivity(
     with tempfile.TemporaryDirectory(prefix="deltacheck-trial-") as roots, workload_folder():
         like = create_workload(create, trial.seed).state()
         checkpoints = steps_as(like, source, item)
-        trials = Trials(create, trial.seed, trial.steps)
+        trials = Trials(create, trial.seed)
         measured = class_sensitivity(checkpoints, trials, like, Path(roots))
     return replace(profile, sensitivity=measured)
 

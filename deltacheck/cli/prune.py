@@ -150,16 +150,13 @@ def _parse_best(text: str) -> KeepBest:
 
 def delete(
     words: RootStep = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Delete the step even if it is the only one.")
-    ] = False,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Delete a step. The other steps stay whole.
 
-    Refused if the step has a tag, while a training writes to the root, and without --force if no
-    other step is left to restore.
+    Refused if the step has a tag, while a training writes to the root, and if no other step is left
+    to restore.
     """
     from deltacheck.save import root_writer
 
@@ -169,10 +166,10 @@ def delete(
     if not isinstance(step, int):
         raise typer.BadParameter("name the step to delete by its number")
     with _open_for_writing([selection.root]) as (root, lease):
-        if not force and root.steps() == [step]:
+        if root.steps() == [step]:
             raise typer.BadParameter(
                 f"step {step} is the only one of {root.path}, and nothing could be restored without"
-                " it; delete it with --force"
+                " it; remove the root itself if you need none of it"
             )
         deleted = root_writer.delete(root, step, dry_run=dry_run, still_ours=lease.check)
     if as_json:
@@ -261,18 +258,6 @@ def gc(
             "--compact", help="First rewrite segments of which only a few leaves are needed."
         ),
     ] = False,
-    below: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=1,
-            metavar="SHARE",
-            help=(
-                "Rewrite a segment if its needed leaves take at most this share of its size."
-                " Larger: more space is freed, more bytes are written."
-            ),
-        ),
-    ] = 0.5,
     as_json: Json = False,
 ) -> None:
     """Remove segments that no step needs.
@@ -287,7 +272,7 @@ def gc(
         if compact:
             # Segments are rewritten before the collection, which can then remove the old ones in
             # the same run.
-            rewritten = compaction.reclaim(root, below=below, dry_run=dry_run)
+            rewritten = compaction.reclaim(root, dry_run=dry_run)
         # The writer of a manager root may be another library. Segments that are newer than every
         # step may then belong to a save in progress.
         result = collect(

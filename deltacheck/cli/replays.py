@@ -42,35 +42,19 @@ class Replays(NamedTuple):
     verdicts: tuple[Verdict, ...]
 
 
-def policies_of(
-    names: list[str], profile: Path | None, max_chain_depth: int, max_restore_ratio: float
-) -> dict[str, Policy]:
+def policies_of(names: list[str], profile: Path | None) -> dict[str, Policy]:
     """Return the named policies.
 
     Args:
         names: The policies, as ``presets.policy_of`` reads them.
         profile: The file of the profile for ``auto``, ``None`` for none.
-        max_chain_depth: The limit of each policy that does not name its own.
-        max_restore_ratio: The same; 0 for no limit.
     """
     from deltacheck.policy.presets import policy_of
     from deltacheck.profile import Profile
 
-    run_profile = None if profile is None else Profile.read(profile)
-    limits = {"max_chain_depth": max_chain_depth, "max_restore_ratio": max_restore_ratio or None}
-
-    def limited(text: str) -> str:
-        # A policy whose saves are all whole has no chain.
-        is_whole = text.partition(":")[0] == "whole"
-        words = [
-            f"{key}={value}"
-            for key, value in limits.items()
-            if key not in text and not (is_whole and key == "max_chain_depth")
-        ]
-        return text + ("," if ":" in text else ":") + ",".join(words) if words else text
-
+    run_profile = None if profile is None or not names else Profile.read(profile)
     try:
-        return {name: policy_of(limited(name), run_profile) for name in names}
+        return {name: policy_of(name, run_profile) for name in names}
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -141,7 +125,7 @@ def _tried(
         exact = next(result for result in replays if result.policy == _EXACT)
         replays = tuple(result for result in replays if result.policy in policies)
         inexact = [result for result in replays if result.contracts]
-        trials = Trials(create, trial.seed, trial.steps)
+        trials = Trials(create, trial.seed)
         return replays, *quality(inexact, exact, trials, like)
 
 

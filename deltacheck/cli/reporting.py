@@ -30,14 +30,13 @@ def report(
             help="Profile of the run. Default: profile.json of the root, if it exists.",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
     item: Item = None,
     as_json: Json = False,
 ) -> None:
     """Write a page about bytes, changes, drift, contracts and the cost of a restore."""
     from deltacheck.report.data import collect
 
-    require_new(out, force)
+    require_new(out)
     with needing("matplotlib", "a report"):
         from deltacheck.report import conclusion, figures, page
     record = collect(parse(words).root, item, profile)

@@ -319,15 +319,15 @@ def test_log_tells_bytes_density_and_time_of_each_save(run: Run, deltacheck_: Co
 
 
 def test_log_groups_leaves_by_class(run: Run, deltacheck_: Command) -> None:
-    last = deltacheck_("log", run.root, "--by-class", "--json").json["steps"][-1]
+    last = deltacheck_("log", run.root, "--by-class", 1, "--json").json["steps"][-1]
     classes = {(row["prefix"], row["dtype"]): row for row in last["classes"]}
     assert classes["model", "float32"]["raw_bytes"] == 4 * 700_000 + 4 * 8
     assert classes["model", "float32"]["changed_words"] == 1000
     assert classes["model", "bfloat16"]["density"] == 0
     assert sum(row["raw_bytes"] for row in last["classes"]) == last["raw_bytes"]
-    deeper = deltacheck_("log", run.root, "--by-class", "--levels", 2, "--json").json["steps"][-1]
+    deeper = deltacheck_("log", run.root, "--by-class", 2, "--json").json["steps"][-1]
     assert ("model/norm", "float32") in {(row["prefix"], row["dtype"]) for row in deeper["classes"]}
-    assert "model bfloat16" in deltacheck_("log", run.root, "--by-class").out
+    assert "model bfloat16" in deltacheck_("log", run.root, "--by-class", 1).out
 
 
 def test_a_root_without_a_step_has_nothing_to_verify(tmp_path: Path, deltacheck_: Command) -> None:
@@ -753,9 +753,10 @@ def test_torch_files_say_when_they_need_pickle(tmp_path: Path, deltacheck_: Comm
             is False
         )
         assert_same({"w": torch.ones(2), "extra": extra}, torch.load(file, weights_only=False))
+        file.unlink()
         assert (
             "weights_only=False"
-            in deltacheck_("export", tmp_path / "root", step, "--out", file, "--force").out
+            in deltacheck_("export", tmp_path / "root", step, "--out", file).out
         )
 
 
@@ -784,17 +785,13 @@ def test_the_file_is_named_after_the_step_where_no_name_is_given(
     assert [path.name for path in tmp_path.iterdir()] == ["step-10.npz"]
 
 
-def test_an_existing_file_is_kept_unless_forced(
-    run: Run, tmp_path: Path, deltacheck_: Command
-) -> None:
+def test_an_existing_file_is_kept(run: Run, tmp_path: Path, deltacheck_: Command) -> None:
     file = tmp_path / "x.npz"
     file.write_text("precious")
     refused = deltacheck_("export", run.root, 0, "--out", file)
     assert refused.code == 5
     assert "exists" in refused.err
     assert file.read_text() == "precious"
-    assert deltacheck_("export", run.root, 0, "--out", file, "--force").code == 0
-    assert file.read_bytes()[:2] == b"PK"
 
 
 def test_a_file_that_appears_while_exporting_is_kept(tmp_path: Path) -> None:
@@ -819,7 +816,6 @@ def test_a_failed_export_leaves_nothing_behind(
     (target / "old.npz").write_text("old")
     for suffix in (".safetensors", ".npz", ".pt"):
         assert deltacheck_("export", damaged, 25, "--out", target / f"x{suffix}").code == 4
-    assert deltacheck_("export", damaged, 25, "--out", target / "old.npz", "--force").code == 4
     assert (
         deltacheck_("export", damaged, 25, "--out", target / "old.npz").code == 5
     )  # refused before anything is read
@@ -833,23 +829,17 @@ def test_a_root_takes_no_foreign_file_and_a_device_is_no_file(
     before = sorted(damaged.rglob("*"))
     assert deltacheck_("export", 10, "--to", "npz").code == 5
     assert (
-        deltacheck_(
-            "export", 10, "--to", "npz", "--out", damaged / "segments" / "x.npz", "--force"
-        ).code
-        == 5
+        deltacheck_("export", 10, "--to", "npz", "--out", damaged / "segments" / "x.npz").code == 5
     )
     assert sorted(damaged.rglob("*")) == before
     os.mkfifo(
         damaged.parent / "pipe"
     )  # stands for any device; a real one would be lost if this test failed
-    assert (
-        deltacheck_("export", 10, "--to", "npz", "--out", damaged.parent / "pipe", "--force").code
-        == 5
-    )
+    assert deltacheck_("export", 10, "--to", "npz", "--out", damaged.parent / "pipe").code == 5
     assert (
         deltacheck_("export", 10, "--to", "npz", "--out", damaged.parent / "no" / "x.npz").code == 5
     )
-    assert deltacheck_("export", 10, "--to", "npz", "--out", damaged.parent, "--force").code == 5
+    assert deltacheck_("export", 10, "--to", "npz", "--out", damaged.parent).code == 5
 
 
 def test_safetensors_refuse_a_type_that_they_lack(tmp_path: Path, deltacheck_: Command) -> None:
@@ -1141,7 +1131,7 @@ def test_no_damaged_file_ends_in_a_traceback(
         ["export", "a", "1"],
         ["export", "a", "1", "--to", "pickle"],
         ["gc", "a", "--grace", "-1"],
-        ["log", "a", "--levels", "0"],
+        ["log", "a", "--by-class", "0"],
         ["report", "a", "b"],
         ["plan", "a", "--processes", "0"],
     ],
@@ -1278,7 +1268,7 @@ def test_no_words_at_all_is_misuse_that_helps(deltacheck_: Command) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["ls"], ["diff", "0", "25"], ["export", "25", "--to", "npz", "--force"]],
+    [["--help"], ["ls"], ["diff", "0", "25"], ["export", "25", "--to", "npz"]],
 )
 def test_a_command_imports_no_framework(arguments: list[str], run: Run, tmp_path: Path) -> None:
     words = arguments if arguments == ["--help"] else [arguments[0], str(run.root), *arguments[1:]]
@@ -1335,7 +1325,7 @@ def test_every_key_of_every_document_is_documented(
         for row in cli_page().split("## JSON")[1].splitlines()
         if row.startswith("| `")
     }
-    lines = (["ls"], ["show", 25], ["log", "--by-class"], ["diff", 0, 25], ["verify"], ["gc"])
+    lines = (["ls"], ["show", 25], ["log", "--by-class", 1], ["diff", 0, 25], ["verify"], ["gc"])
     more = (
         ["export", 0, "--out", tmp_path / "x.npz"],
         ["report", "-o", tmp_path / "r.html"],

@@ -93,10 +93,7 @@ def test_the_table_says_what_the_profile_says(
     assert f"{len(STEPS)} steps, 5 apart" in out
     assert "second_moment" in out
     assert main(["profile", str(saved / "root"), "--out", str(saved / "profile.json")]) == 5
-    assert "--force" in capsys.readouterr().err
-    assert (
-        main(["profile", str(saved / "root"), "--out", str(saved / "profile.json"), "--force"]) == 0
-    )
+    assert "the file exists" in capsys.readouterr().err
 
 
 def test_only_exact_steps_are_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +126,8 @@ def test_a_plain_orbax_manager_is_read_step_by_step(
         manager.wait_until_finished()
     out = str(tmp_path / "profile.json")
     assert told(capsys, "profile", str(tmp_path / "run"), "-o", out)["betas"] is None
-    about = told(
-        capsys, "profile", str(tmp_path / "run"), "-o", out, "--betas", "0.9,0.999", "--force"
-    )
+    Path(out).unlink()
+    about = told(capsys, "profile", str(tmp_path / "run"), "-o", out, "--betas", "0.9,0.999")
     assert (about["steps"], about["betas"]) == (4, [0.9, 0.999])
     roles = {path: leaf.role for path, leaf in Profile.read(out).leaves.items()}
     assert roles["params/dense"] == "weight"

@@ -594,18 +594,6 @@ def no_service(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_service")
-def test_a_browser_is_opened_on_request_only(
-    hostile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    opened: list[str] = []
-    monkeypatch.setattr("webbrowser.open", opened.append)
-    assert main(["view", str(hostile)]) == 0
-    assert opened == []
-    assert main(["view", str(hostile), "--open"]) == 0
-    assert opened[0] in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("no_service")
 def test_a_port_in_use_and_a_missing_root_are_refused(
     hostile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -168,7 +168,6 @@ def test_export_gives_the_weights_by_name_and_shape(
                 "master/",
                 "--out",
                 str(out),
-                "--force",
             ]
         )
         == 0

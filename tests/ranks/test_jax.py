@@ -143,7 +143,7 @@ def test_two_processes_save_deltas_and_restore_them_under_another_mesh(
     for words in (
         ["ls"],
         ["show", "4"],
-        ["log", "--by-class"],
+        ["log", "--by-class", "1"],
         ["diff", "3", "4"],
         ["blame", "4"],
         ["verify", "--deep"],

@@ -214,7 +214,7 @@ COMMANDS: dict[str, tuple[list[object], Callable[[Any], Any]]] = {
         told_of_leaves,
     ),
     "log": (["log", ROOT], logged),
-    "log of classes": (["log", ROOT, "--by-class", "--levels", 2], logged),
+    "log of classes": (["log", ROOT, "--by-class", 2], logged),
     **{f"diff {a} {b}": (["diff", ROOT, a, b], moved) for a, b in ((0, 2), (2, 3), (4, RECUT))},
     "diff of some": (["diff", ROOT, 5, NEWEST, "--leaves", "*exp_avg*", "--leaves", MASK], moved),
     "blame": (["blame", ROOT, 2], ages),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ |= {
     "OMP_NUM_THREADS": "1",
@@ -29,6 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import deltacheck
 from deltacheck import SaveOptions
+from deltacheck.backends.hugging_face import model_export
 from deltacheck.backends.torch import Engine, ResumableLoader, load
 from deltacheck.backends.torch.accelerate import load_state, state_of
 from deltacheck.backends.torch.files import torch_import
@@ -295,7 +297,8 @@ def files(folder: Path) -> Any:
 def model_folder(folder: Path) -> dict[str, bool]:
     """Load the newest step by ``from_pretrained``, and import what ``save_pretrained`` writes."""
     root, out, own = folder / "deltacheck", folder / "out", folder / "own"
-    assert main(["export", str(root), "--to", "hf", "--shard-size", "2KB", "--out", str(out)]) == 0
+    with patch.object(model_export, "SHARD_BYTES", 2000):
+        assert main(["export", str(root), "--to", "hf", "--out", str(out)]) == 0
     weights = load(root)["model"]
     loaded = LlamaForCausalLM.from_pretrained(out)
     loaded.save_pretrained(own, max_shard_size="2KB")

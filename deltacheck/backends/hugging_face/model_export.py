@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -45,18 +44,9 @@ _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safete
 _ADAPTER = "default"  # the name of an adapter whose files are not in a folder of its own
 # The kinds of adapters whose names PEFT forms by the rule of ``adapter_key``.
 _ADAPTER_KINDS = {"LORA", "IA3", "LOHA", "LOKR", "OFT"}
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 1 << 10,
-    "MIB": 1 << 20,
-    "GIB": 1 << 30,
-    "TIB": 1 << 40,
-}
+# The most bytes of the tensors of a shard, as `save_pretrained` cuts them. A larger tensor has a
+# shard of its own.
+SHARD_BYTES = 5 * 10**9
 
 
 class ModelKeys(NamedTuple):
@@ -83,20 +73,6 @@ class ExportedFiles(NamedTuple):
     shards: tuple[str, ...]
     files: tuple[str, ...]
     file_bytes: int
-
-
-def shard_bytes(text: str) -> int:
-    """Return the bytes of a size such as ``5GB``, ``500 MB``, ``1GiB`` or ``1000000``.
-
-    Raises:
-        ValueError: The text is no size of at least one byte.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    unit = _UNITS.get(match[2].upper()) if match else None
-    count = int(float(match[1]) * unit) if match and unit else 0
-    if count < 1:
-        raise ValueError(f"{text!r} is no size, such as 5GB, 500MB or 1GiB")
-    return count
 
 
 def model_keys(manifest: Manifest, patterns: Sequence[str] = (), strip: str = "") -> ModelKeys:
@@ -147,7 +123,6 @@ def write_model(
     manifest: Manifest,
     keys: ModelKeys,
     *,
-    shard_size: int,
     files_from: Path | None = None,
     metadata: Mapping[str, str],
     progress: Progress | None = None,
@@ -159,9 +134,6 @@ def write_model(
         root: The root.
         manifest: The step.
         keys: The leaves to write.
-        shard_size: The most bytes of the tensors of a shard. A larger tensor has a shard of its
-            own. Larger: fewer files; smaller: readers can load more files at once. An adapter has
-            one file, because PEFT reads no shards.
         files_from: A folder whose files that describe the model are copied, in place of files of
             the step with the same name.
         metadata: The metadata of each shard.
@@ -184,7 +156,8 @@ def write_model(
         flat_shapes = shapes(manifest, keys.weights)
         sizes = {key: leaf.spec.raw_bytes for key, leaf in leaves.items()}
         adapters = _adapter_names(root, manifest, keys.files, copies)
-        shards = adapter_files(keys.weights, adapters) if adapters else _shards(sizes, shard_size)
+        # PEFT reads no shards, so an adapter has one file.
+        shards = adapter_files(keys.weights, adapters) if adapters else _shards(sizes)
         for shard, names in shards.items():
             with _nested_file(folder, shard) as file:
                 write_safetensors(
@@ -303,12 +276,12 @@ def _adapter_names(
     return adapters
 
 
-def _shards(sizes: Mapping[str, int], shard_size: int) -> dict[str, dict[str, str]]:
+def _shards(sizes: Mapping[str, int]) -> dict[str, dict[str, str]]:
     """Return the tensors of each shard, in order of their names."""
     groups: list[list[str]] = [[]]
     used = 0
     for key, size in sizes.items():
-        if groups[-1] and used + size > shard_size:
+        if groups[-1] and used + size > SHARD_BYTES:
             groups.append([])
             used = 0
         groups[-1].append(key)

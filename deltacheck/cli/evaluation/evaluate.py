@@ -98,9 +98,6 @@ def evaluate(  # noqa: PLR0913 - one argument per option
             ),
         ),
     ] = 0,
-    first_seed: Annotated[
-        int, typer.Option(min=0, metavar="N", help="The first seed; the others follow it.")
-    ] = 1,
     quick: Annotated[
         bool,
         typer.Option(
@@ -146,8 +143,7 @@ def evaluate(  # noqa: PLR0913 - one argument per option
         seeds,
         # Every killed seed needs an unkilled run with the same seed to be compared with.
         max(seeds, noise_seeds),
-        first_seed,
-        _profile_file(profile),
+        profile=_profile_file(profile),
         chain=chain,
     )
     # This plan is short and still passes every phase. It replaces the options for the number of

@@ -12,8 +12,6 @@ from deltacheck.cli.arguments import (
     Item,
     Json,
     Leaves,
-    MaxBytes,
-    MaxSeconds,
     RootTwoSteps,
     open_two_steps,
 )
@@ -68,8 +66,6 @@ def diff(
     words: RootTwoSteps = None,
     leaves: Leaves = None,
     item: Item = None,
-    max_bytes: MaxBytes = None,
-    max_seconds: MaxSeconds = None,
     as_json: Json = False,
 ) -> None:
     """Show the leaves that changed between two steps, and by how much."""

@@ -14,8 +14,6 @@ from deltacheck.cli.arguments import (
     Item,
     Json,
     Leaves,
-    MaxBytes,
-    MaxSeconds,
     RootNewestStep,
     RootOnly,
     open_root,
@@ -24,6 +22,7 @@ from deltacheck.cli.arguments import (
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
+    from deltacheck.leaf.contracts import Promise
     from deltacheck.maintain.blame import Blame
     from deltacheck.report.cause_sizes import CauseCounter
     from deltacheck.report.history import ReportedLeaf, StepSums
@@ -110,21 +109,19 @@ def listed_steps(root: Root) -> tuple[list[Row], list[str]]:
 def log(
     words: RootOnly = None,
     by_class: Annotated[
-        bool,
+        int | None,
         typer.Option(
-            "--by-class",
-            help="One line for each leaf class: the beginning of the path, and the type.",
+            min=1,
+            metavar="N",
+            help="One line for each leaf class: the first N components of the path, and the type.",
         ),
-    ] = False,
-    levels: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Number of path components of a class.")
-    ] = 1,
+    ] = None,
     item: Item = None,
     as_json: Json = False,
 ) -> None:
     """Show the bytes, their causes, the changed fraction and the time of each save."""
     root = open_root(words, item)
-    rows, problems = logged_steps(root, levels if by_class else None)
+    rows, problems = logged_steps(root, by_class)
     since_column = Column("SINCE", "seconds_since_previous", output.seconds, rank=2)
     columns: tuple[Column, ...]
     if by_class:
@@ -204,7 +201,7 @@ def _mean_of(rows: list[Row]) -> str:
 def _cause_counter(root: Root) -> CauseCounter | None:
     """Return a counter of bytes by cause; ``None`` for an object store, which lists no sizes."""
     from deltacheck.report.cause_sizes import CauseCounter
-    from deltacheck.report.data import cost_of
+    from deltacheck.report.segment_cost import cost_of
 
     return CauseCounter(cost_of) if isinstance(root.path, Path) else None
 
@@ -376,11 +373,8 @@ def _leaf_row(path: str, owner: str, state: ReportedLeaf | None, manifest: Manif
         state: The stored state of the owner, ``None`` if nothing is stored under its path.
         manifest: Manifest of the step.
     """
-    from deltacheck.leaf.contracts import name_of
-
     spec = manifest.spec(owner)
     derived = manifest.derived.get(owner)
-    contract = manifest.contracts.get(owner)
     tiling = manifest.tiles.get(owner)
     changed = None if state is None else state.changed_words()
     words = None if state is None else state.words
@@ -390,14 +384,7 @@ def _leaf_row(path: str, owner: str, state: ReportedLeaf | None, manifest: Manif
         "dtype": spec.dtype,
         "shape": list(spec.shape),
         "raw_bytes": spec.raw_bytes,
-        "contract": "exact" if contract is None else name_of(contract.terms),
-        "measured": None if contract is None else contract.measured,
-        "limit": None if contract is None else contract.allowed,
-        "used": None if contract is None else contract.used(manifest.step),
-        "from_step": None if contract is None else contract.from_step,
-        "age_steps": None
-        if contract is None or contract.from_step is None
-        else contract.age(manifest.step),
+        **_contract_row(manifest.contracts.get(owner), manifest.step),
         "derived": derived.how if derived is not None else _ways(tiling),
         "kind": "derived" if state is None else str(state.kind),
         "chain_depth": None if state is None else state.depth,
@@ -406,6 +393,23 @@ def _leaf_row(path: str, owner: str, state: ReportedLeaf | None, manifest: Manif
         "density": None if changed is None or not words else changed / words,
         "tiles": None if tiling is None else len(tiling.lanes),
         "ranks": _ranks(manifest, owner),
+    }
+
+
+def _contract_row(contract: Promise | None, step: int) -> Row:
+    """Return what a step promises of a leaf; ``None``: every bit."""
+    from deltacheck.leaf.contracts import name_of
+
+    if contract is None:
+        keys = ("measured", "limit", "used", "from_step", "age_steps")
+        return {"contract": "exact", **dict.fromkeys(keys)}
+    return {
+        "contract": name_of(contract.terms),
+        "measured": contract.measured,
+        "limit": contract.allowed,
+        "used": contract.used(step),
+        "from_step": contract.from_step,
+        "age_steps": None if contract.from_step is None else contract.age(step),
     }
 
 
@@ -583,8 +587,6 @@ def blame(
     words: RootNewestStep = None,
     leaves: Leaves = None,
     item: Item = None,
-    max_bytes: MaxBytes = None,
-    max_seconds: MaxSeconds = None,
     as_json: Json = False,
 ) -> None:
     """Show the step that last changed each part of a leaf."""

@@ -17,9 +17,6 @@ def view(
     port: Annotated[
         int, typer.Option(min=0, max=65535, metavar="N", help="The port. Default: any free one.")
     ] = 0,
-    opens_browser: Annotated[
-        bool, typer.Option("--open", help="Also open the page in the browser.")
-    ] = False,
     item: Item = None,
     as_json: Json = False,
 ) -> None:
@@ -46,8 +43,4 @@ def view(
             output.print_line("Ctrl-C ends the server.")
         # Whoever waits for the address reads a pipe.
         sys.stdout.flush()
-        if opens_browser:
-            import webbrowser
-
-            webbrowser.open(server.url)
         server.serve_forever()

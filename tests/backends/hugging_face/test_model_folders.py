@@ -90,15 +90,19 @@ def test_a_folder_becomes_a_step_and_a_folder_again(
     assert (tmp_path / "out" / names[0]).read_text() == "{{ x }}"
 
 
-def test_shards_have_the_size_that_was_asked_for(
-    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+def test_shards_hold_whole_tensors_up_to_their_size(
+    tmp_path: Path,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     root, out = tmp_path / "root", tmp_path / "out"
     state = {"model": weights(1) | {"wide": torch.arange(500)}, "optimizer": torch.ones(3)}
     with Engine(root) as engine:
         engine.save(1, state).wait()
     (folder / "config.json").write_bytes(CONFIG + b" ")
-    options = ("--shard-size", "0.8KB", "--files", folder, "--out", out)
+    monkeypatch.setattr(model_export, "SHARD_BYTES", 800)
+    options = ("--files", folder, "--out", out)
     code, about = run(capsys, "export", root, "--to", "hf", *options)
     assert code == OK
     assert about["file_bytes"] == sum(f.stat().st_size for f in out.rglob("*") if f.is_file())
@@ -116,9 +120,6 @@ def test_shards_have_the_size_that_was_asked_for(
     assert (out / "config.json").read_bytes() == CONFIG + b" "
     # Nothing is replaced, and nothing is left of an export that fails.
     assert run(capsys, "export", root, "--to", "hf", *options)[0] == REFUSED
-    for bad, status in (("5 parsecs", MISUSE), ("0", MISUSE)):
-        words = ("--shard-size", bad, "--out", tmp_path / "no")
-        assert run(capsys, "export", root, "--to", "hf", *words)[0] == status
     assert run(capsys, "export", root, "--to", "npz", "--files", folder)[0] == MISUSE
     next((root / "segments").glob("*/packed/uint16/c.0")).write_bytes(b"damaged")
     assert run(capsys, "export", root, "--to", "hf", "--out", tmp_path / "no")[0] == DAMAGED
@@ -154,12 +155,13 @@ def save_adapter(root: Path, config: bytes, names: Iterable[str]) -> dict[str, t
 
 
 def test_an_adapter_gets_the_files_and_names_of_peft(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, out = tmp_path / "root", tmp_path / "out"
     names = [*ADAPTER, "m.q.lora_A.ref.weight"]
     tensors = save_adapter(root, b'{"peft_type": "LORA"}', names)
-    assert main(["export", str(root), "--to", "hf", "--shard-size", "1", "--out", str(out)]) == OK
+    monkeypatch.setattr(model_export, "SHARD_BYTES", 1)
+    assert main(["export", str(root), "--to", "hf", "--out", str(out)]) == OK
     assert not capsys.readouterr().err
     assert sorted(path.relative_to(out).as_posix() for path in out.rglob("*.*")) == [
         f"{folder}adapter_{name}"
@@ -285,11 +287,6 @@ def test_a_forged_name_of_a_file_does_not_leave_the_folder(
             status
         )
     assert {path.name for path in tmp_path.iterdir()} == {"root", "out-0"}
-
-
-def test_sizes_are_read_as_hugging_face_writes_them() -> None:
-    sizes = [model_export.shard_bytes(text) for text in ("5GB", "1.5 mb", "2GiB", "300")]
-    assert sizes == [5 * 10**9, 1_500_000, 2 << 30, 300]
 
 
 @pytest.mark.parametrize(

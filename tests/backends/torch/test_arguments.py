@@ -92,15 +92,12 @@ def test_a_view_that_can_hold_the_content_is_filled(tmp_path: Path, target: Any)
         assert torch.equal(into["x"], content)
 
 
-def test_the_only_step_is_deleted_only_if_the_user_insists(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_only_step_is_not_deleted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Engine(tmp_path) as engine:
         for step in (1, 2):
             engine.save(step, {"x": torch.zeros(2)}).wait()
     assert main(["delete", str(tmp_path), "1"]) == 0
     assert main(["delete", str(tmp_path), "2"]) == 2
-    assert "--force" in capsys.readouterr().err
+    assert "nothing could be restored" in capsys.readouterr().err
     with Engine(tmp_path) as engine:
         assert engine.steps() == [2]
-    assert main(["delete", str(tmp_path), "2", "--force"]) == 0
