@@ -143,11 +143,10 @@ def tree_differences(
         return []
     saved, requested = scalars(manifest.tree), scalars(target.skeleton)
     if skipped is not None:
-        surplus |= requested.keys() - saved.keys() - skipped
         surplus |= {
             path
             for path, value in requested.items()
-            if path in saved and _is_text_and_number(value, saved[path])
+            if (_is_text_and_number(value, saved[path]) if path in saved else path not in skipped)
         }
         missing |= saved.keys() - requested.keys()
     missing = {path for path in missing if not partly and path not in omitted}

@@ -12,7 +12,8 @@ from deltacheck import __version__
 
 # These modules import numpy, frameworks and matplotlib only inside the functions that need them. So
 # a command works with no framework installed, and loads nothing that it does not use.
-from deltacheck.cli import check, copies, planning, profiling, prune, reporting
+from deltacheck.cli import check, planning, profiling, prune, reporting
+from deltacheck.cli.copying import export_command, import_command, places
 from deltacheck.cli.doctor import doctor
 from deltacheck.cli.evaluation import evaluate
 from deltacheck.cli.inspection import compare, inspect
@@ -72,11 +73,11 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
         "delete run 0 --dry-run": prune.delete,
         "gc run --dry-run": prune.gc,
         "compact run --merge": prune.compact,
-        "export run latest --to hf --out model-folder": copies.export,
-        "import imported model.safetensors --step 4": copies.import_files,
-        "branch run latest --to other-run": copies.branch,
-        "mirror memory mirrored --once": copies.mirror,
-        "publish run --to versions": copies.publish,
+        "export run latest --to hf --out model-folder": export_command.export,
+        "import imported model.safetensors --step 4": import_command.import_files,
+        "branch run latest --to other-run": places.branch,
+        "mirror memory mirrored --once": places.mirror,
+        "publish run --to versions": places.publish,
     },
     "Plan and measure": {
         "profile run -o profile.json": profiling.profile,

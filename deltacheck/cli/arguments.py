@@ -55,6 +55,10 @@ Leaves: TypeAlias = Annotated[
         ),
     ),
 ]
+Strip: TypeAlias = Annotated[
+    str,
+    typer.Option("--strip", metavar="PREFIX", help="Remove PREFIX from names that begin with it."),
+]
 
 
 def _limit(context: typer.Context, value: int | None) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
 
 import typer
 
@@ -23,110 +23,125 @@ if TYPE_CHECKING:
 # The fields of ``Machine``, in the order of the options below.
 _MACHINE = ("write", "read", "encode", "apply", "copy")
 
+# The options of ``plan``.
+_Policy: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME[:KEY=VALUE,...]",
+        help=(
+            "Measure this policy: the checkpoints of RUN are saved again under it. whole, exact"
+            " or auto, with arguments of its preset (auto:moments=bounded). May be repeated."
+        ),
+    ),
+]
+_Profile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help=(
+            "Predict exact saves from this profile instead of from the saves of a root. With"
+            " --policy: the profile for auto."
+        ),
+    ),
+]
+_Factory: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE.py:FACTORY",
+        help="Also train on from what each policy restores, and compare the progress.",
+    ),
+]
+_Seed: TypeAlias = Annotated[int, typer.Option(metavar="N", help="Seed of the recorded run.")]
+_Keep: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER", help="Keep the roots of the policies in this new or empty folder."
+    ),
+]
+_MtbfHours: TypeAlias = Annotated[
+    float, typer.Option(min=0, metavar="H", help="Mean time between failures of the whole job.")
+]
+_StepSeconds: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        metavar="S",
+        help="Time of a training step. Default: as the saves of the root show.",
+    ),
+]
+_RestartSeconds: TypeAlias = Annotated[
+    float,
+    typer.Option(min=0, metavar="S", help="Time from a failure until the restore begins."),
+]
+_Processes: TypeAlias = Annotated[
+    int,
+    typer.Option(min=1, metavar="N", help="Number of processes that share the state evenly."),
+]
+_StateBytes: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="B",
+        help="Plan for a state of this size that changes like the observed one.",
+    ),
+]
+_IntervalSteps: TypeAlias = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="K", help="Predict for this interval. Default: the best interval."),
+]
+_RunSteps: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Also say what a whole run of N steps writes, first save included.",
+    ),
+]
+_MaxRestoreSeconds: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        metavar="S",
+        help="Recommend the chain depth that keeps a restore within this time.",
+    ),
+]
+_Probe: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Measure this machine and the storage of this folder (a few seconds, 200 MB).",
+    ),
+]
+_Speed: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=B",
+        help=(
+            "A speed of the machine in bytes per second, instead of the measured one: write or"
+            " read of all processes together; encode, apply (state) or copy (memory) of one"
+            " process. May be repeated."
+        ),
+    ),
+]
+
 
 def plan(  # noqa: PLR0913 - one argument per option
     words: RootOnly = None,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME[:KEY=VALUE,...]",
-            help=(
-                "Measure this policy: the checkpoints of RUN are saved again under it. whole, exact"
-                " or auto, with arguments of its preset (auto:moments=bounded). May be repeated."
-            ),
-        ),
-    ] = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help=(
-                "Predict exact saves from this profile instead of from the saves of a root. With"
-                " --policy: the profile for auto."
-            ),
-        ),
-    ] = None,
-    factory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE.py:FACTORY",
-            help="Also train on from what each policy restores, and compare the progress.",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the recorded run.")] = 1,
-    keep: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Keep the roots of the policies in this new or empty folder."
-        ),
-    ] = None,
-    mtbf_hours: Annotated[
-        float, typer.Option(min=0, metavar="H", help="Mean time between failures of the whole job.")
-    ] = 24.0,
-    step_seconds: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            metavar="S",
-            help="Time of a training step. Default: as the saves of the root show.",
-        ),
-    ] = None,
-    restart_seconds: Annotated[
-        float,
-        typer.Option(min=0, metavar="S", help="Time from a failure until the restore begins."),
-    ] = 60.0,
-    processes: Annotated[
-        int,
-        typer.Option(min=1, metavar="N", help="Number of processes that share the state evenly."),
-    ] = 1,
-    state_bytes: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="B",
-            help="Plan for a state of this size that changes like the observed one.",
-        ),
-    ] = None,
-    interval_steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="K", help="Predict for this interval. Default: the best interval."
-        ),
-    ] = None,
-    run_steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Also say what a whole run of N steps writes, first save included.",
-        ),
-    ] = None,
-    max_restore_seconds: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            metavar="S",
-            help="Recommend the chain depth that keeps a restore within this time.",
-        ),
-    ] = None,
-    probe: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Measure this machine and the storage of this folder (a few seconds, 200 MB).",
-        ),
-    ] = None,
-    speed: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=B",
-            help=(
-                "A speed of the machine in bytes per second, instead of the measured one: write or"
-                " read of all processes together; encode, apply (state) or copy (memory) of one"
-                " process. May be repeated."
-            ),
-        ),
-    ] = None,
+    policy: _Policy = None,
+    profile: _Profile = None,
+    factory: _Factory = None,
+    seed: _Seed = 1,
+    keep: _Keep = None,
+    mtbf_hours: _MtbfHours = 24.0,
+    step_seconds: _StepSeconds = None,
+    restart_seconds: _RestartSeconds = 60.0,
+    processes: _Processes = 1,
+    state_bytes: _StateBytes = None,
+    interval_steps: _IntervalSteps = None,
+    run_steps: _RunSteps = None,
+    max_restore_seconds: _MaxRestoreSeconds = None,
+    probe: _Probe = None,
+    speed: _Speed = None,
     item: Item = None,
     as_json: Json = False,
 ) -> None:
@@ -155,8 +170,13 @@ def plan(  # noqa: PLR0913 - one argument per option
     planned: _Plan | None = None
     if predicts:
         job = _Job(
-            *(step_seconds, mtbf_hours, processes, restart_seconds),
-            *(max_restore_seconds, interval_steps, state_bytes),
+            step_seconds=step_seconds,
+            mtbf_hours=mtbf_hours,
+            processes=processes,
+            restart_seconds=restart_seconds,
+            max_restore_seconds=max_restore_seconds,
+            interval_steps=interval_steps,
+            state_bytes=state_bytes,
         )
         observed = _observe(source, item, profile, measured)
         planned = _predict(observed, job, _machine(probe, speeds), policies)
@@ -167,16 +187,28 @@ def plan(  # noqa: PLR0913 - one argument per option
             else planned.document(run_steps)
         )
         output.print_json(prediction | replays.document(measured, run_steps))
-        return
+    else:
+        _show(planned, measured, policies, run_steps, is_interval_given=interval_steps is not None)
+        if planned is not None and measured is None and profile is None:
+            output.print_line("other policies: add --policy exact --policy auto")
+
+
+def _show(
+    planned: _Plan | None,
+    measured: Replays | None,
+    policies: Mapping[str, Policy],
+    run_steps: int | None,
+    *,
+    is_interval_given: bool,
+) -> None:
+    """Print a prediction, and what was measured."""
     if planned is not None:
-        planned.show(interval_steps is not None)
+        planned.show(is_interval_given)
         output.print_line("")
     if measured is not None:
         _print_policies(measured, policies, run_steps, is_planned=planned is not None)
     elif planned is not None:
         planned.show_run(run_steps)
-        if profile is None:
-            output.print_line("other policies: add --policy exact --policy auto")
 
 
 class _Job(NamedTuple):
@@ -239,7 +271,49 @@ class _Plan(NamedTuple):
 
     def show(self, is_interval_given: bool) -> None:
         """Print the prediction."""
-        _print(self.prediction, self.rates, self.machine, self.run, self.ways, is_interval_given)
+        prediction, run = self.prediction, self.run
+        output.print_line(verdict(prediction))
+        for reason in prediction.reasons:
+            output.print_line(f"  {reason}")
+        output.print_line("")
+        processes = f"{run.processes} process{'es' if run.processes > 1 else ''}"
+        output.print_line(
+            f"state {output.size(prediction.state_bytes)}, {processes}, a step takes"
+            f" {run.step_seconds:.4g} s, a failure every {run.mtbf_seconds / 3600:.4g} h; interval of"
+            f" the observed saves: {output.count(round(self.rates.interval_steps), 'step')}"
+        )
+        speeds = ", ".join(
+            f"{name} {output.size(getattr(self.machine, name))}/s" for name in _MACHINE
+        )
+        output.print_line(f"machine: {speeds}")
+        output.print_line(
+            f"best interval: {prediction.young_seconds:.4g} s (Young), {prediction.daly_seconds:.4g} s"
+            f" (Daly); {'planned' if is_interval_given else 'recommended'}:"
+            f" every {output.count(prediction.ways[0].interval_steps, 'step')}, max_chain_depth"
+            f" {prediction.max_chain_depth}"
+        )
+        output.print_line(
+            f"a keyframe {output.size(prediction.keyframe_bytes)}, a delta"
+            f" {output.size(prediction.delta_bytes)}; the longest restore reads"
+            f" {output.size(prediction.read_bytes)}"
+        )
+        output.print_line("")
+        columns = (
+            Column("METHOD", "name", left=True),
+            Column("STEPS", "interval_steps"),
+            Column("BYTES", "bytes", output.size),
+            Column("BLOCKS", "blocking_seconds", _format_seconds),
+            Column("DURABLE", "durable_seconds", _format_seconds),
+            Column("RESTORE", "restore_seconds", _format_seconds),
+            Column("TIME LOST", "waste", lambda share: f"{share:.3%}"),
+        )
+        # The last way has an interval of its own, and is among the reasons.
+        deltas, *whole_files = prediction.ways[:3]
+        rows: list[Row] = [asdict(way) | {"name": name} for name, way in self.ways.items()]
+        rows = [*(rows or [asdict(deltas)]), *map(asdict, whole_files)]
+        for row in rows:
+            row["name"] = _SHORT_NAMES.get(str(row["name"]), row["name"])
+        output.print_table(columns, rows)
 
 
 def _predict(
@@ -425,56 +499,6 @@ def _print_policies(
     if is_planned:
         for name, reason in measured.unsteady.items():
             output.warn(f"{name} is not in the table: {reason}")
-
-
-def _print(
-    prediction: Prediction,
-    rates: Rates,
-    machine: Machine,
-    run: PlannedRun,
-    ways: Mapping[str, Strategy],
-    is_interval_given: bool,
-) -> None:
-    output.print_line(verdict(prediction))
-    for reason in prediction.reasons:
-        output.print_line(f"  {reason}")
-    output.print_line("")
-    processes = f"{run.processes} process{'es' if run.processes > 1 else ''}"
-    output.print_line(
-        f"state {output.size(prediction.state_bytes)}, {processes}, a step takes"
-        f" {run.step_seconds:.4g} s, a failure every {run.mtbf_seconds / 3600:.4g} h; interval of"
-        f" the observed saves: {output.count(round(rates.interval_steps), 'step')}"
-    )
-    speeds = ", ".join(f"{name} {output.size(getattr(machine, name))}/s" for name in _MACHINE)
-    output.print_line(f"machine: {speeds}")
-    output.print_line(
-        f"best interval: {prediction.young_seconds:.4g} s (Young), {prediction.daly_seconds:.4g} s"
-        f" (Daly); {'planned' if is_interval_given else 'recommended'}:"
-        f" every {output.count(prediction.ways[0].interval_steps, 'step')}, max_chain_depth"
-        f" {prediction.max_chain_depth}"
-    )
-    output.print_line(
-        f"a keyframe {output.size(prediction.keyframe_bytes)}, a delta"
-        f" {output.size(prediction.delta_bytes)}; the longest restore reads"
-        f" {output.size(prediction.read_bytes)}"
-    )
-    output.print_line("")
-    columns = (
-        Column("METHOD", "name", left=True),
-        Column("STEPS", "interval_steps"),
-        Column("BYTES", "bytes", output.size),
-        Column("BLOCKS", "blocking_seconds", _format_seconds),
-        Column("DURABLE", "durable_seconds", _format_seconds),
-        Column("RESTORE", "restore_seconds", _format_seconds),
-        Column("TIME LOST", "waste", lambda share: f"{share:.3%}"),
-    )
-    # The last way has an interval of its own, and is among the reasons.
-    deltas, *whole_files = prediction.ways[:3]
-    rows: list[Row] = [asdict(way) | {"name": name} for name, way in ways.items()]
-    rows = [*(rows or [asdict(deltas)]), *map(asdict, whole_files)]
-    for row in rows:
-        row["name"] = _SHORT_NAMES.get(str(row["name"]), row["name"])
-    output.print_table(columns, rows)
 
 
 # Rows of 80 columns.

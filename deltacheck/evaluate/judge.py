@@ -352,7 +352,6 @@ def quality(evidence: Evidence) -> Quality:
 def _chains(evidence: Evidence, final: Equivalence) -> ChainQuality:
     """Judge the runs that were killed again after each resume."""
     unkilled = {ending.seed: ending for ending in evidence.unkilled}
-    is_lossy = not evidence.plan.is_lossless
     reasons = [reason for chain in evidence.chains for reason in _chain_problems(chain, evidence)]
     gaps, missing = [], []
     for chain in evidence.chains:
@@ -363,17 +362,15 @@ def _chains(evidence: Evidence, final: Equivalence) -> ChainQuality:
     lost_steps, noise_steps = (
         statistics.steps_behind(evidence.held_out, gap) for gap in (mean, final.noise_sd)
     )
-    in_steps = (
-        ""
-        if lost_steps is None or noise_steps is None
-        else f"; in steps of the unkilled run {lost_steps:+.1f} and {noise_steps:.1f}"
-    )
     # ``not <=`` also counts NaN.
-    if gaps and is_lossy and not abs(mean) <= final.noise_sd:
-        reasons.append(
+    if gaps and not evidence.plan.is_lossless and not abs(mean) <= final.noise_sd:
+        reason = (
             f"chains of kills end {mean:+.3g} from the unkilled runs; one standard deviation of the"
-            f" noise is {final.noise_sd:.3g}{in_steps}"
+            f" noise is {final.noise_sd:.3g}"
         )
+        if lost_steps is not None and noise_steps is not None:
+            reason += f"; in steps of the unkilled run {lost_steps:+.1f} and {noise_steps:.1f}"
+        reasons.append(reason)
     links = [link for chain in evidence.chains for link in chain.links]
     return ChainQuality(
         not reasons,

@@ -148,14 +148,19 @@ def survey(root: Root, manifests: Iterable[Manifest]) -> Survey:
                 current[path] = lineage
                 result.lineages.append(lineage)
     for lineage in result.lineages:
-        limits.check_tables(
-            root.store.path,
-            (segment.id for segment, _ in lineage.links),
-            lineage.spec_chunks,
-            lineage.spec_chunks * (_CHUNK_BYTES + _DIGEST_BYTES * len(lineage.links)),
-            f"leaf {lineage.path!r} of step {lineage.uses[0].step}",
-        )
+        _refuse_large(root, lineage)
     return result
+
+
+def _refuse_large(root: Root, lineage: Lineage) -> None:
+    """Raise ``BudgetExceeded`` if the digests of a chain take too much memory."""
+    limits.check_tables(
+        root.store.path,
+        (segment.id for segment, _ in lineage.links),
+        lineage.spec_chunks,
+        lineage.spec_chunks * (_CHUNK_BYTES + _DIGEST_BYTES * len(lineage.links)),
+        f"leaf {lineage.path!r} of step {lineage.uses[0].step}",
+    )
 
 
 def _records(manifest: Manifest, result: Survey) -> Iterator[tuple[str, LeafRecord]]:
@@ -226,10 +231,20 @@ def _extend(
     place = f"step {manifest.step}, leaf {path!r}"
     if previous is None and not (new_links and new_links[0][1].is_whole):
         raise ChainBroken(f"{place}: none of the step's segments holds its keyframe", leaf=path)
-    # A keyframe has no base, so the comparison below holds for the first link as well.
+    # A keyframe has no base, so the comparison holds for the first link as well.
     digest = lineage.links[-1][1].digest if lineage.links else new_links[0][1].base
+    _require_connected(place, path, record, new_links, digest)
+    lineage.links += new_links
+    lineage.uses.append(Use(manifest.seq, manifest.step, len(lineage.links)))
+    return lineage
+
+
+def _require_connected(
+    place: str, path: str, record: LeafRecord, links: Sequence[Link], digest: str
+) -> None:
+    """Raise ``ChainBroken`` unless links lead from a digest to that of the record."""
     layout = (record.dtype, record.shape, record.chunk)
-    for segment, entry in new_links:
+    for segment, entry in links:
         if entry.base != digest or (entry.dtype, entry.shape, entry.chunk) != layout:
             raise ChainBroken(
                 f"{place}: segment {segment.id} is a delta to {entry.base or 'nothing'}, but the"
@@ -243,9 +258,6 @@ def _extend(
             f"{place}: its segments give digest {digest}, but the manifest has {record.digest}",
             leaf=path,
         )
-    lineage.links += new_links
-    lineage.uses.append(Use(manifest.seq, manifest.step, len(lineage.links)))
-    return lineage
 
 
 def _links_after(last_segment: str | None, links: Sequence[Link]) -> list[Link]:

@@ -141,6 +141,10 @@ class Series:
             (), 0, (*self.means, mean)[-_LEVEL:], changes[-_LONG:], residuals[-_RESIDUALS:]
         ), z
 
+    def at_new_level(self) -> Series:
+        """Return the series without its level. The noise is most likely the same, so it stays."""
+        return replace(self, pending=(), pending_steps=0, means=())
+
 
 def _deviation(changes: Sequence[float]) -> float:
     """Return the standard deviation, estimated from the median absolute deviation."""
@@ -201,15 +205,10 @@ class Detector:
         norm, z_norm = _advance(
             self.gradient_norm, _log(observation.gradient_norm), steps, self.window_steps
         )
-        if abs(z_loss) > Z_LIMIT:
-            events.append(Event(step, "loss", z_loss))
-        if abs(z_norm) > Z_LIMIT:
-            events.append(Event(step, "gradient", z_norm))
+        scores = {"loss": z_loss, "gradient": z_norm}
+        events += [Event(step, what, z) for what, z in scores.items() if abs(z) > Z_LIMIT]
         if events:
-            # The level is a new one. The noise is most likely the same, so the changes stay.
-            loss, norm = (
-                replace(series, pending=(), pending_steps=0, means=()) for series in (loss, norm)
-            )
+            loss, norm = loss.at_new_level(), norm.at_new_level()
         history = self.rates if rates is None else (*self.rates[-1:], (step, rates))
         peak = max((self.peak_rate, *(rates or ())))
         newest = replace(observation, optimizer=optimizer)

@@ -123,12 +123,8 @@ class Observer(ABC):
         self._rules = measure.rules(self._plan.roles, values, self._optimizer)
         groups = hyperparameters(self._plan.roles, values)
         rates = tuple(group.lr for group in groups.values() if group.lr is not None) or rates
-        # A single rate holds for every group, also for those whose state does not hold it.
         if len(rates) == 1:
-            self._rules = {
-                name: (rule, rate if rate is not None else rates[0])
-                for name, (rule, rate) in self._rules.items()
-            }
+            self._rules = _with_rate(self._rules, rates[0])
         count = _count(self._plan, values) or step
         self._find_derived(samples, fresh)
         leaves = {}
@@ -260,6 +256,11 @@ class Observer(ABC):
         Each is an array ``(blocks, width)`` of the type of its leaf, on the host, in memory that
         later steps of the training do not change.
         """
+
+
+def _with_rate(rules: measure.Rules, rate: float) -> measure.Rules:
+    """Return rules in which one rate holds, also for groups whose state does not hold it."""
+    return {name: (rule, rate if known is None else known) for name, (rule, known) in rules.items()}
 
 
 def _count(plan: SamplePlan, scalars: Mapping[str, object]) -> int:

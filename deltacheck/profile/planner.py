@@ -237,7 +237,7 @@ def plan(
         daly_seconds=daly,
         saves_bytes=saves_bytes,
         saves_time=saves_time,
-        reasons=_reasons(rates, projected, machine, run, deltas, baselines, depth, encode),
+        reasons=_reasons(rates, projected, machine, deltas, baselines, depth, encode),
     )
 
 
@@ -392,14 +392,34 @@ def _reasons(
     rates: Rates,
     projected: Rates,
     machine: Machine,
-    run: PlannedRun,
     deltas: Strategy,
     baselines: Sequence[Strategy],
     depth: int,
     encode: float,
 ) -> tuple[str, ...]:
     """Return the reasons for or against deltas in words, with their numbers."""
-    asynchronous, equal_bytes = baselines[0], baselines[2]
+    factor = projected.interval_steps / rates.interval_steps
+    reasons = [
+        *_reasons_of_bytes(rates, projected, machine, deltas, depth, encode),
+        *_reasons_of_time(deltas, baselines),
+    ]
+    # The laws of growth were measured within a factor of four, see size-an-interval.md.
+    if not 0.25 <= factor <= 4:
+        reasons.append(
+            f"the saves that were observed have an interval of {rates.interval_steps:g}, not of"
+            f" {projected.interval_steps:g} steps: the bytes are an extrapolation"
+        )
+    return tuple(reasons)
+
+
+def _reasons_of_bytes(
+    rates: Rates,
+    projected: Rates,
+    machine: Machine,
+    deltas: Strategy,
+    depth: int,
+    encode: float,
+) -> list[str]:
     state = projected.state_bytes
     share, delta_share = deltas.bytes / state, delta_bytes(projected) / state
     writing = state / machine.write
@@ -425,28 +445,26 @@ def _reasons(
         )
     if depth == 0:
         reasons.append("the restore limit leaves no room for a delta: every checkpoint is whole")
-    if deltas.waste >= 0.99 * min(way.waste for way in baselines[:2]):
-        best = min(baselines[:2], key=lambda way: way.waste)
-        reasons.append(
+    return reasons
+
+
+def _reasons_of_time(deltas: Strategy, baselines: Sequence[Strategy]) -> list[str]:
+    asynchronous, equal_bytes = baselines[0], baselines[2]
+    best = min(baselines[:2], key=lambda way: way.waste)
+    if deltas.waste >= 0.99 * best.waste:
+        reason = (
             f"no time is saved: {deltas.waste:.3%} is lost with deltas, {best.waste:.3%} without"
             f" ({best.name})"
         )
     else:
-        reasons.append(
+        reason = (
             f"{deltas.waste:.3%} of the time is lost with deltas, {asynchronous.waste:.3%} with"
             " whole checkpoints written behind training"
         )
-    reasons.append(
+    return [
+        reason,
         f"whole checkpoints of as many bytes would come every {equal_bytes.interval_steps} steps"
         f" instead of {deltas.interval_steps}, and a failure would lose"
         f" {equal_bytes.interval_steps / 2:g} steps instead of {deltas.interval_steps / 2:g} in"
-        " the mean"
-    )
-    factor = projected.interval_steps / rates.interval_steps
-    # The laws of growth were measured within a factor of four, see size-an-interval.md.
-    if not 0.25 <= factor <= 4:
-        reasons.append(
-            f"the saves that were observed have an interval of {rates.interval_steps:g}, not of"
-            f" {projected.interval_steps:g} steps: the bytes are an extrapolation"
-        )
-    return tuple(reasons)
+        " the mean",
+    ]

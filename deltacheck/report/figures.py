@@ -159,25 +159,7 @@ def _bytes_of_saves(record: Record, name: str, title: str, caption: str, stack: 
     figure, (axes,) = make_figure(3.6)
     columns = _columns(record.steps)
     tips = []
-    bottom = np.zeros(len(columns))
-    for part, colour in stack.colours.items():
-        heights = np.array([stack.mean(steps, part) for steps in columns])
-        # A part that no step has would only fill the legend.
-        if not heights.any():
-            continue
-        # White edges between narrow bars would hide the bars.
-        edge = 0.3 if len(columns) <= 40 else 0.0
-        axes.bar(
-            range(len(columns)),
-            heights,
-            0.86,
-            bottom,
-            color=colour,
-            label=stack.words.get(part, part),
-            edgecolor="white",
-            linewidth=edge,
-        )
-        bottom += heights
+    bottom = _draw_bars(axes, columns, stack)
     raw = np.array([_mean(steps, lambda step: step.raw_bytes) for steps in columns])
     for column, steps in enumerate(columns):
         parts = ", ".join(
@@ -219,6 +201,32 @@ def _bytes_of_saves(record: Record, name: str, title: str, caption: str, stack: 
         rows,
         0,
     )
+
+
+def _draw_bars(
+    axes: Axes, columns: Sequence[Sequence[StepRecord]], stack: _Stack
+) -> NDArray[np.float64]:
+    """Draw the parts of each column on top of each other, and return the heights of the columns."""
+    bottom = np.zeros(len(columns))
+    for part, colour in stack.colours.items():
+        heights = np.array([stack.mean(steps, part) for steps in columns])
+        # A part that no step has would only fill the legend.
+        if not heights.any():
+            continue
+        # White edges between narrow bars would hide the bars.
+        edge = 0.3 if len(columns) <= 40 else 0.0
+        axes.bar(
+            range(len(columns)),
+            heights,
+            0.86,
+            bottom,
+            color=colour,
+            label=stack.words.get(part, part),
+            edgecolor="white",
+            linewidth=edge,
+        )
+        bottom += heights
+    return bottom
 
 
 def changes(record: Record) -> Drawing:
@@ -329,33 +337,35 @@ def _draw_shades(figure: Figure, axes: Axes, values: NDArray[np.float64]) -> Non
     bar.outline.set_visible(False)  # type: ignore[operator,unused-ignore]
 
 
+# The units of drift, in the order of their panels.
+_UNITS = {
+    "lr": "in units of the learning rate",
+    "octaves": "in octaves",
+    "relative": "relative (L2)",
+}
+_DRIFT_COLUMNS = (
+    *("role", "unit or stage", "step", "median", "lower quartile", "upper quartile", "reason"),
+)
+
+
 def drift(record: Record) -> Drawing:
     """Draw the drift over training steps, the stable start, and the stage of each checkpoint."""
     profile = record.profile
-    units = [
-        unit
-        for unit in ("lr", "octaves", "relative")
-        if profile is not None and any(_curves(profile, unit))
-    ]
+    units = [unit for unit in _UNITS if profile is not None and any(_curves(profile, unit))]
     # The last panel is the strip of stages, which every report has.
     heights = [2.0] * len(units) + [0.45]
     figure, panels = make_figure(sum(heights) + 0.9, heights, sharex=True)
     tips: list[Tip] = []
     rows: list[Row] = []
-    words = {
-        "lr": "in units of the learning rate",
-        "octaves": "in octaves",
-        "relative": "relative (L2)",
-    }
     for axes, unit in zip(panels, units, strict=False):
         assert profile is not None
         for number, (role, leaves) in enumerate(_curves(profile, unit)):
             colour, style = _CYCLE[number % len(_CYCLE)], _STYLES[number % 4]
             for step, *values in _draw_curve(axes, role, leaves, colour, style):
-                rows.append((role, words[unit], str(step), *(f"{value:.4g}" for value in values)))
+                rows.append((role, _UNITS[unit], str(step), *(f"{value:.4g}" for value in values)))
         heights = [y for line in axes.lines for y in np.asarray(line.get_ydata(), float).tolist()]
         set_log_axis(axes, heights)
-        axes.set_ylabel(f"drift,\n{words[unit]}", fontsize=8)
+        axes.set_ylabel(f"drift,\n{_UNITS[unit]}", fontsize=8)
         _stable_start(axes, record.stable_start)
         _events(axes, profile.events)
         add_legend(axes)
@@ -381,15 +391,7 @@ def drift(record: Record) -> Drawing:
         " checkpoint." + reuse,
         figure,
         tuple(tips),
-        (
-            "role",
-            "unit or stage",
-            "step",
-            "median",
-            "lower quartile",
-            "upper quartile",
-            "reason",
-        ),
+        _DRIFT_COLUMNS,
         (*rows, *stages),
         2,
     )

@@ -60,8 +60,13 @@ def groups(sizes: Mapping[str, int], most: int) -> dict[str, tuple[str, ...]]:
     for count, pieces_of_one in enumerate(numbered):
         runs = (most - len(finished)) // (len(numbered) - count)
         finished += _joined(pieces_of_one, runs)
+    return _by_name(sorted(finished, key=lambda paths: natural("".join(keys[paths[0]]))))
+
+
+def _by_name(finished: list[list[str]]) -> dict[str, tuple[str, ...]]:
+    """Return groups by the common name of their paths."""
     result: dict[str, tuple[str, ...]] = {}
-    for paths in sorted(finished, key=lambda paths: natural("".join(keys[paths[0]]))):
+    for paths in finished:
         name = _name(paths)
         # Spaces make the key unique and are not seen on the page.
         while name in result:

@@ -11,7 +11,7 @@ import numpy as np
 
 from deltacheck.codec import host_memory
 from deltacheck.codec.base import U8, U64
-from deltacheck.leaf.spec import LeafSpec, batches
+from deltacheck.leaf.spec import batches
 from deltacheck.restore.content import byte_extents, chunk_bytes
 from deltacheck.restore.leaf_kinds import Chain
 
@@ -77,7 +77,13 @@ def allocate_blocks(
     """
     groups: list[list[str]] = []
     filling: dict[tuple[int, int], tuple[list[str], int]] = {}
-    for path in sorted(chains, key=lambda path: _stored_position(chains[path])):
+
+    def stored_position(path: str) -> tuple[int, int]:
+        """Return the part and the row of the newest delta: saves write leaves in similar orders."""
+        encoded = chains[path].encoded
+        return encoded[-1][1].delta[0][:2] if encoded else (-1, 0)
+
+    for path in sorted(chains, key=stored_position):
         chain = chains[path]
         size = chunk_bytes(chain.spec, chunks[path])
         if size >= _ALONE_BYTES:
@@ -94,18 +100,17 @@ def allocate_blocks(
     return [_block([(chains[path], chunks[path]) for path in group]) for group in groups]
 
 
-def _stored_position(chain: Chain) -> tuple[int, int]:
-    """Return the part and the row of the newest delta. Saves write leaves in a similar order."""
-    return chain.encoded[-1][1].delta[0][:2] if chain.encoded else (-1, 0)
-
-
 def _block(leaves: Sequence[tuple[Chain, list[int]]]) -> list[Filling]:
     """Allocate a block for some chunks of leaves."""
-    sizes = [_sizes(chain.spec, numbers) for chain, numbers in leaves]
+    sizes, expected = [], []
+    for chain, numbers in leaves:
+        # The common case needs no selection, which is slow for a large leaf.
+        chosen = slice(None) if len(numbers) == chain.spec.chunk_count else numbers
+        sizes.append(np.diff(chain.spec.bounds())[chosen])
+        expected.append(chain.digests[chosen])
     bounds = np.concatenate(
         [np.zeros(1, np.uint64), np.cumsum(np.concatenate(sizes), dtype=np.uint64)]
     )
-    expected = [c.digests if len(n) == c.spec.chunk_count else c.digests[n] for c, n in leaves]
     word_bytes = leaves[0][0].spec.word_bytes
     # The memory is not cleared: keyframes fill it, and every chunk is verified before a caller gets
     # it.
@@ -121,12 +126,6 @@ def _block(leaves: Sequence[tuple[Chain, list[int]]]) -> list[Filling]:
         items.append(Filling(chain, numbers, block, first, block.data[begin:end]))
         first += len(numbers)
     return items
-
-
-def _sizes(spec: LeafSpec, chunks: list[int]) -> U64:
-    """Return the number of words of each chunk."""
-    words: U64 = np.diff(spec.bounds())
-    return words if len(chunks) == spec.chunk_count else words[chunks]
 
 
 def extents_of(item: Filling) -> list[tuple[int, int, int]]:

@@ -84,8 +84,16 @@ def resolve_chains(
         for path in paths
     ]
     chains: dict[str, Chain] = {}
-    for link, digests in zip(links, _checked_digests(links, segments, manifest.step), strict=True):
-        spec, _, entries = link
+    for link, digests in zip(links, _expected_digests(links, segments), strict=True):
+        spec, record, entries = link
+        # This ties the chunk digests to the manifest: from here on they prove the bytes of each
+        # chunk.
+        if leaf_digest(digests) != record.digest:
+            raise Damaged(
+                f"step {manifest.step}, leaf {spec.path!r}: the chunk digests of its segments give"
+                f" {leaf_digest(digests)}, the manifest promises {record.digest}",
+                leaf=spec.path,
+            )
         key, *deltas = [(segments[number], entry) for number, entry in entries]
         held_leaf = (held or {}).get(spec.path)
         covered_links = 0 if held_leaf is None else _covered_links(entries, held_leaf.digest)
@@ -178,21 +186,6 @@ def _links(
             leaf=path,
         )
     return _Links(record.spec(path), record, entries)
-
-
-def _checked_digests(links: Sequence[_Links], segments: Sequence[Segment], step: int) -> list[U64]:
-    """Return the expected chunk digests of each leaf."""
-    tables = _expected_digests(links, segments)
-    for (spec, record, _), digests in zip(links, tables, strict=True):
-        # This ties the chunk digests to the manifest: from here on they prove the bytes of each
-        # chunk.
-        if leaf_digest(digests) != record.digest:
-            raise Damaged(
-                f"step {step}, leaf {spec.path!r}: the chunk digests of its segments give"
-                f" {leaf_digest(digests)}, the manifest promises {record.digest}",
-                leaf=spec.path,
-            )
-    return tables
 
 
 class _Runs(NamedTuple):

@@ -65,11 +65,9 @@ def load_leaves(
         for path, leaf in leaves.items()
     }
     boxes = {path: boxes_of_chunks(leaf.spec, numbers[path]) for path, leaf in leaves.items()}
-    chunk_sets = _needed(leaves, boxes)
-    computed = sum(leaf.computed_bytes(box) for path, leaf in leaves.items() for box in boxes[path])
     # Several boxes of a leaf are copied into one memory.
     joined = [path for path in leaves if len(boxes[path]) > 1]
-    computed += sum(chunk_bytes(leaves[path].spec, numbers[path]) for path in joined)
+    joined_bytes = sum(chunk_bytes(leaves[path].spec, numbers[path]) for path in joined)
 
     def bytes_of(path: str, loaded: LoadedChunks) -> U8:
         values = [leaves[path].values(box, loaded) for box in boxes[path]]
@@ -83,7 +81,7 @@ def load_leaves(
         data = {path: bytes_of(path, loaded) for path in ordered}
         return {path: Loaded(leaf.spec, numbers[path], data[path]) for path, leaf in leaves.items()}
 
-    return _read(leaves, chunk_sets, computed, load, max_bytes, stored, into)
+    return _read(leaves, boxes, load, max_bytes, stored, into, joined_bytes)
 
 
 def load_boxes(
@@ -108,46 +106,39 @@ def load_boxes(
         The boxes, by key.
     """
     check_budget(max_bytes, sum(box_bytes(leaf.spec, boxes[path]) for path, leaf in leaves.items()))
-    chunk_sets = _needed(leaves, {path: [boxes[path]] for path in leaves})
-    computed = sum(leaf.computed_bytes(boxes[path]) for path, leaf in leaves.items())
 
     def load(loaded: LoadedChunks) -> dict[str, Array]:
         # No views: a save changes what `stored` receives.
         return {path: leaf.copied(boxes[path], loaded) for path, leaf in leaves.items()}
 
-    return _read(leaves, chunk_sets, computed, load, max_bytes, stored)
-
-
-def _needed(leaves: Mapping[str, Leaf], boxes: Mapping[str, Sequence[Box]]) -> dict[str, set[int]]:
-    """Return the chunks of each chain that boxes of leaves come from."""
-    # A chain of which no chunk is needed has an entry, too, since `read_chunks` takes the chunks of
-    # every chain.
-    chunk_sets: dict[str, set[int]] = {path: set() for path in stored_chains(leaves.values())}
-    for path, leaf in leaves.items():
-        for box in boxes[path]:
-            leaf.add_needed(box, chunk_sets)
-    return chunk_sets
+    return _read(leaves, {path: [boxes[path]] for path in leaves}, load, max_bytes, stored)
 
 
 def _read(
     leaves: Mapping[str, Leaf],
-    chunk_numbers: Mapping[str, set[int]],
-    computed_bytes: int,
+    boxes: Mapping[str, Sequence[Box]],
     load: Callable[[LoadedChunks], dict[str, _Content]],
     max_bytes: int | None,
     stored: dict[str, U8] | None,
     into: Mapping[str, U8] | None = None,
+    joined_bytes: int = 0,
 ) -> dict[str, _Content]:
-    """Read the needed chunks of the leaves' chains, and let ``load`` make the result of them.
+    """Read the chunks that boxes of leaves come from, and let ``load`` make the result of them.
 
     Args:
-        computed_bytes: The memory that ``load`` allocates.
+        joined_bytes: The memory that ``load`` allocates beside that of the boxes.
     """
     chains = stored_chains(leaves.values())
-    chunks = {path: sorted(numbers) for path, numbers in chunk_numbers.items()}
-    total = computed_bytes + sum(
-        chunk_bytes(chains[path].spec, numbers) for path, numbers in chunks.items()
-    )
+    # A chain of which no chunk is needed has an entry, too, since `read_chunks` takes the chunks of
+    # every chain.
+    chunk_sets: dict[str, set[int]] = {path: set() for path in chains}
+    total = joined_bytes
+    for path, leaf in leaves.items():
+        for box in boxes[path]:
+            leaf.add_needed(box, chunk_sets)
+            total += leaf.computed_bytes(box)
+    chunks = {path: sorted(numbers) for path, numbers in chunk_sets.items()}
+    total += sum(chunk_bytes(chains[path].spec, numbers) for path, numbers in chunks.items())
     check_budget(max_bytes, total)
     try:
         data = read.read_chunks(chains, chunks)

@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -20,100 +20,112 @@ if TYPE_CHECKING:
     from deltacheck.evaluate.judge import Judgement
     from deltacheck.evaluate.records import Evidence
 
+# The options of ``eval``.
+_Factory: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE.py:FACTORY",
+        help="Or MODULE:FACTORY. factory(seed) makes the run to evaluate.",
+    ),
+]
+_Policy: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME[:KEY=VALUE,...]",
+        help=(
+            "Policy of the checkpoints: exact or auto, with arguments of its preset"
+            " (auto:moments=bounded)."
+        ),
+    ),
+]
+_Profile: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|measured",
+        help="Profile for auto; measured: that of the first unkilled run. Default: none.",
+    ),
+]
+_Steps: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        min=3,
+        metavar="N",
+        help=(
+            "Steps of each run. Default: 40; 100 if the policy is not exact, because moments"
+            " are not reused before the run is stable."
+        ),
+    ),
+]
+_Every: TypeAlias = Annotated[
+    int, typer.Option(min=1, metavar="K", help="Steps between two checkpoints.")
+]
+_Kills: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Kills of each killed seed. More: rarer faults are found; fewer: faster.",
+    ),
+]
+_Seeds: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="S",
+        help="Number of seeds to kill. More: smaller differences of quality are detected.",
+    ),
+]
+_NoiseSeeds: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="S",
+        help=(
+            "Number of seeds that run unkilled, for the noise floor. At least 5 are needed"
+            " for a statement; 12 are good."
+        ),
+    ),
+]
+_Chain: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help=(
+            "Also kill one run of each killed seed N times, each time when a restore would"
+            " test every contract of the policy."
+        ),
+    ),
+]
+_Quick: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--quick",
+        help="12 steps and one kill. The figures have no meaning.",
+    ),
+]
+_Html: TypeAlias = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Also write a page with figures.")
+]
+_Keep: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Work in this new or empty folder, and keep its files."),
+]
+
 
 def evaluate(  # noqa: PLR0913 - one argument per option
-    factory: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE.py:FACTORY",
-            help="Or MODULE:FACTORY. factory(seed) makes the run to evaluate.",
-        ),
-    ],
-    policy: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME[:KEY=VALUE,...]",
-            help=(
-                "Policy of the checkpoints: exact or auto, with arguments of its preset"
-                " (auto:moments=bounded)."
-            ),
-        ),
-    ] = "exact",
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|measured",
-            help="Profile for auto; measured: that of the first unkilled run. Default: none.",
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            min=3,
-            metavar="N",
-            help=(
-                "Steps of each run. Default: 40; 100 if the policy is not exact, because moments"
-                " are not reused before the run is stable."
-            ),
-        ),
-    ] = None,
-    every: Annotated[
-        int, typer.Option(min=1, metavar="K", help="Steps between two checkpoints.")
-    ] = 5,
-    kills: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Kills of each killed seed. More: rarer faults are found; fewer: faster.",
-        ),
-    ] = 2,
-    seeds: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="S",
-            help="Number of seeds to kill. More: smaller differences of quality are detected.",
-        ),
-    ] = 2,
-    noise_seeds: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="S",
-            help=(
-                "Number of seeds that run unkilled, for the noise floor. At least 5 are needed"
-                " for a statement; 12 are good."
-            ),
-        ),
-    ] = 6,
-    chain: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help=(
-                "Also kill one run of each killed seed N times, each time when a restore would"
-                " test every contract of the policy."
-            ),
-        ),
-    ] = 0,
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick",
-            help="12 steps and one kill. The figures have no meaning.",
-        ),
-    ] = False,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a page with figures.")
-    ] = None,
-    keep: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Work in this new or empty folder, and keep its files."
-        ),
-    ] = None,
+    factory: _Factory,
+    policy: _Policy = "exact",
+    profile: _Profile = None,
+    steps: _Steps = None,
+    every: _Every = 5,
+    kills: _Kills = 2,
+    seeds: _Seeds = 2,
+    noise_seeds: _NoiseSeeds = 6,
+    chain: _Chain = 0,
+    quick: _Quick = False,
+    html: _Html = None,
+    keep: _Keep = None,
     as_json: Json = False,
 ) -> None:
     """Measure size, latency, recovery and quality of the checkpoints of a run.

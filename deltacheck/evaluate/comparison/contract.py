@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,30 +85,9 @@ def check(
     # A leaf without a part that names another step has the values of one step.
     parts_of = {path: _parts(promise, cut.get(path), step) for path, promise in promises.items()}
     saves = (*earlier_steps, step)
-    owner_of = {p.first: p for p in assignment.parameters if p.first and p.second}
+    firsts = {p.first: p for p in assignment.parameters if p.first and p.second}
     related = _related_problems(assignment, restored, promises, state_at, parts_of, saves)
-
-    def promised(path: str, owner: str, promise: Promise, values: Array) -> LeafCheck:
-        """Check a leaf that is not exact."""
-        before = live.arrays[owner]
-        if isinstance(promise.terms, Bounded):
-            rate = (rates.get(owner), units.get(owner, 0.0))
-            roots = _roots(owner_of.get(owner), live)
-            return _bounded(path, promise.terms, before, values, rate, roots)
-        from_step = step if promise.from_step is None else promise.from_step
-        age: float = step - from_step
-        # The unit of an age is not the manifest's to choose, so its age is not asked.
-        if age > 0 and owner in (counts_at(step).keys() & counts_at(from_step).keys()):
-            age = counts_at(step)[owner] - counts_at(from_step)[owner]
-        result = _reused(path, promise.terms, age, before, values)
-        for part_step, part in parts_of[owner] if not result.problem else ():
-            # A second moment is rescaled to the present, so its drift is checked instead.
-            if owner in owner_of:
-                states = [(s, state_at(s)) for s in (part_step, *saves) if s >= part_step]
-                problem = _first_moment(owner_of[owner], values, part, states)
-                result = replace(result, problem=result.problem or problem)
-        return replace(result, age_steps=age)
-
+    promised = _Promised(live, rates, units, firsts, parts_of, state_at, counts_at, saves)
     checks: list[LeafCheck] = []
     # Every path of a tie is compared: a restore may break a tie and change one of its leaves.
     for path in sorted(live.ties.keys() | restored.ties.keys()):
@@ -119,11 +98,69 @@ def check(
         if owner not in promises:
             checks.append(LeafCheck(path, "exact", _bits(live.arrays[owner], values)))
             continue
-        result = promised(path, owner, promises[owner], values)
+        result = promised.check(path, owner, promises[owner], values)
         problem = result.problem or related.get(owner, "")
         role = roles_of[owner][0] if owner in roles_of else "other"
         checks.append(replace(result, problem=problem, role=role))
     return (*checks, *_check_values(live, restored))
+
+
+class _Promised(NamedTuple):
+    """The comparison of leaves that are not exact.
+
+    Attributes:
+        live: The state when it was saved.
+        rates: The learning rate of each leaf, as the state shows it.
+        units: The unit of ``lr`` of each leaf.
+        firsts: The parameter of each first moment.
+        parts_of: The step of each part of a leaf, and its elements.
+        state_at: Returns the live state of a save.
+        counts_at: Returns the step counts of its moments.
+        saves: The saves of the run, the one that is checked last.
+    """
+
+    live: Snapshot
+    rates: Mapping[str, float]
+    units: Mapping[str, float]
+    firsts: Mapping[str, Parameter]
+    parts_of: Mapping[str, list[tuple[int, _Part]]]
+    state_at: Callable[[int], Snapshot]
+    counts_at: Callable[[int], Mapping[str, float]]
+    saves: Sequence[int]
+
+    def check(self, path: str, owner: str, promise: Promise, values: Array) -> LeafCheck:
+        """Compare a leaf, which ``owner`` holds the bytes of, with its promise."""
+        before = self.live.arrays[owner]
+        parameter = self.firsts.get(owner)
+        if isinstance(promise.terms, Bounded):
+            rate = (self.rates.get(owner), self.units.get(owner, 0.0))
+            return _bounded(path, promise.terms, before, values, rate, _roots(parameter, self.live))
+        age = self._age(owner, promise)
+        result = _reused(path, promise.terms, age, before, values)
+        # A second moment is rescaled to the present, so its drift is checked instead.
+        if not result.problem and parameter is not None:
+            for part_step, part in self.parts_of[owner]:
+                states = [
+                    (save, self.state_at(save))
+                    for save in (part_step, *self.saves)
+                    if save >= part_step
+                ]
+                problem = _first_moment(parameter, values, part, states)
+                result = replace(result, problem=result.problem or problem)
+        return replace(result, age_steps=age)
+
+    def _age(self, owner: str, promise: Promise) -> float:
+        """Return the age of a reused leaf in updates, else in steps.
+
+        The unit of an age is not the manifest's to choose, so its age is not asked.
+        """
+        step = self.saves[-1]
+        from_step = step if promise.from_step is None else promise.from_step
+        if from_step < step:
+            now, then = (self.counts_at(save).get(owner) for save in (step, from_step))
+            if now is not None and then is not None:
+                return now - then
+        return step - from_step
 
 
 def _units(

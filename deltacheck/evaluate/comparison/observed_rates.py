@@ -15,7 +15,8 @@ from deltacheck.policy.parameters import Parameter, hyperparameters
 # A leaf has moved by the update of a state if it explains this share of the squares of the change.
 _EXPLAINED = 0.9
 _MOST_ELEMENTS = 1 << 16  # of a leaf that are compared
-_DEFAULT_BETAS = (0.9, 0.999)  # of Adam, if the state does not hold them
+# The betas and eps of Adam, if the state does not hold them.
+_DEFAULT_CONSTANTS = (0.9, 0.999, 1e-8)
 
 
 def observed_rate(path: str, before: Snapshot, after: Snapshot) -> float | None:
@@ -51,6 +52,19 @@ def observed_rate(path: str, before: Snapshot, after: Snapshot) -> float | None:
     return rate if explained >= _EXPLAINED and rate > 0 else None
 
 
+def _constants(parameter: Parameter, state: Snapshot) -> tuple[float, float, float]:
+    """Return the betas and eps of a parameter, those of Adam where the state does not hold them."""
+    group = hyperparameters(state.roles, state.numbers).get(parameter.group or "")
+    if group is None:
+        return _DEFAULT_CONSTANTS
+    known = (group.beta1, group.beta2, group.eps)
+    beta1, beta2, eps = (
+        default if value is None else value
+        for value, default in zip(known, _DEFAULT_CONSTANTS, strict=True)
+    )
+    return beta1, beta2, eps
+
+
 def _update(
     parameter: Parameter, path: str, before: Snapshot, after: Snapshot, stride: int
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]] | None:
@@ -67,16 +81,10 @@ def _update(
     if not all(isinstance(count, int | float) for count in counts):
         return None
     earlier, count = map(float, counts)  # type: ignore[arg-type]
-    constants = hyperparameters(after.roles, after.numbers).get(parameter.group or "")
-    betas = (None, None) if constants is None else (constants.beta1, constants.beta2)
-    beta1, beta2 = (
-        default if beta is None else beta
-        for beta, default in zip(betas, _DEFAULT_BETAS, strict=True)
-    )
     if count != earlier + 1:
         return None
     mean, square = (after.arrays[p][::stride].astype(np.float64) for p in (first, second))
-    eps = 1e-8 if constants is None or constants.eps is None else constants.eps
+    beta1, beta2, eps = _constants(parameter, after)
     with np.errstate(all="ignore"):
         update = mean / (1 - beta1**count) / (np.sqrt(square / (1 - beta2**count)) + eps)
     return update if np.isfinite(update).all() else None

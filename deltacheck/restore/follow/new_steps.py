@@ -70,19 +70,13 @@ class NewSteps:
         manifests, damaged = self._root.manifests()
         steps = [StepRef(path, Brief.of(manifest)) for path, manifest in manifests.items()]
         skips_all = newest_only or self.seq < 0
+        passed = [ref.manifest_path for ref in steps if skips_all or ref.seq <= self.seq]
+        # A step that was committed after the listing comes after all others.
         position = {path: number for number, path in enumerate(paths)}
-        passed = max(
-            (
-                # A step that was committed after the listing comes after all others.
-                position.get(ref.manifest_path, len(paths))
-                for ref in steps
-                if skips_all or ref.seq <= self.seq
-            ),
-            default=-1,
-        )
+        last = max((position.get(path, len(paths)) for path in passed), default=-1)
         for path in sorted(damaged.keys() - self._reported):
             self._reported.add(path)
-            if position.get(path, len(paths)) > passed:
+            if position.get(path, len(paths)) > last:
                 raise damaged[path]
         newer = [ref for ref in steps if ref.seq > self.seq]
         if repeat and not newer:

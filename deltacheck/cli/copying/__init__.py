@@ -1,0 +1,1 @@
+"""Commands that copy steps: ``export``, ``import``, ``branch``, ``mirror``, ``publish``."""
