@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
 import typer
 
 from deltacheck.cli import output, replays
-from deltacheck.cli.arguments import Item, Json, RootOnly, parse, working_folder
+from deltacheck.cli.arguments import Item, Json, RootOnly, parse
 from deltacheck.cli.output import Column, Row
 from deltacheck.cli.profiling import TrialOptions
 from deltacheck.cli.replays import Replays
@@ -52,12 +53,6 @@ _Factory: TypeAlias = Annotated[
     ),
 ]
 _Seed: TypeAlias = Annotated[int, typer.Option(metavar="N", help="Seed of the recorded run.")]
-_Keep: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FOLDER", help="Keep the roots of the policies in this new or empty folder."
-    ),
-]
 _MtbfHours: TypeAlias = Annotated[
     float, typer.Option(min=0, metavar="H", help="Mean time between failures of the whole job.")
 ]
@@ -131,7 +126,6 @@ def plan(  # noqa: PLR0913 - one argument per option
     profile: _Profile = None,
     factory: _Factory = None,
     seed: _Seed = 1,
-    keep: _Keep = None,
     mtbf_hours: _MtbfHours = 24.0,
     step_seconds: _StepSeconds = None,
     restart_seconds: _RestartSeconds = 60.0,
@@ -150,8 +144,8 @@ def plan(  # noqa: PLR0913 - one argument per option
     With --policy: also measure what policies write for recorded checkpoints, and what they restore.
     """
     names = policy or []
-    if not names and (factory or keep):
-        raise typer.BadParameter("--factory and --keep go with --policy")
+    if not names and factory:
+        raise typer.BadParameter("--factory goes with --policy")
     # The option accepts its minimum, 0, for which there is no best interval.
     if not mtbf_hours:
         raise typer.BadParameter("--mtbf-hours must be more than 0")
@@ -165,8 +159,8 @@ def plan(  # noqa: PLR0913 - one argument per option
     measured: Replays | None = None
     if names:
         trial = None if factory is None else TrialOptions(factory, seed)
-        with working_folder(keep, "deltacheck-plan-") as folder:
-            measured = replays.measure(source, item, policies, interval_steps, trial, folder)
+        with tempfile.TemporaryDirectory(prefix="deltacheck-plan-") as folder:
+            measured = replays.measure(source, item, policies, interval_steps, trial, Path(folder))
     planned: _Plan | None = None
     if predicts:
         job = _Job(
@@ -279,17 +273,18 @@ class _Plan(NamedTuple):
         processes = f"{run.processes} process{'es' if run.processes > 1 else ''}"
         output.print_line(
             f"state {output.size(prediction.state_bytes)}, {processes}, a step takes"
-            f" {run.step_seconds:.4g} s, a failure every {run.mtbf_seconds / 3600:.4g} h; interval of"
-            f" the observed saves: {output.count(round(self.rates.interval_steps), 'step')}"
+            f" {run.step_seconds:.4g} s, a failure every {run.mtbf_seconds / 3600:.4g} h; interval"
+            f" of the observed saves: {output.count(round(self.rates.interval_steps), 'step')}"
         )
         speeds = ", ".join(
             f"{name} {output.size(getattr(self.machine, name))}/s" for name in _MACHINE
         )
         output.print_line(f"machine: {speeds}")
+        young, daly = prediction.young_seconds, prediction.daly_seconds
         output.print_line(
-            f"best interval: {prediction.young_seconds:.4g} s (Young), {prediction.daly_seconds:.4g} s"
-            f" (Daly); {'planned' if is_interval_given else 'recommended'}:"
-            f" every {output.count(prediction.ways[0].interval_steps, 'step')}, max_chain_depth"
+            f"best interval: {young:.4g} s (Young), {daly:.4g} s (Daly);"
+            f" {'planned' if is_interval_given else 'recommended'}: every"
+            f" {output.count(prediction.ways[0].interval_steps, 'step')}, max_chain_depth"
             f" {prediction.max_chain_depth}"
         )
         output.print_line(

@@ -205,9 +205,9 @@ def correctness(evidence: Evidence) -> Correctness:
         )
     correct = 0
     for recovery in evidence.recoveries:
-        found = problems(recovery, unkilled[recovery.kill.seed], deterministic)
-        reasons += [f"{recovery.name}: {problem}" for problem in found]
-        correct += not found
+        problem_list = problems(recovery, unkilled[recovery.kill.seed], deterministic)
+        reasons += [f"{recovery.name}: {problem}" for problem in problem_list]
+        correct += not problem_list
     exercised, unexercised, untested = _exercise(evidence)
     reasons += untested
     recovered = [recovery for recovery in evidence.recoveries if recovery.ending is not None]

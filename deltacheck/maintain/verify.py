@@ -159,19 +159,19 @@ def check(
         # run would draw the same chains.
         seed = random.SystemRandom().randrange(1 << 32)
     progress = ScrubProgress(None if resume is None else Path(resume))
-    chosen = _choose(chains, progress, subset, seed)
-    findings += _check_data(root, manifests, chains, chosen.lineages, progress, display)
+    choice = _choose(chains, progress, subset, seed)
+    findings += _check_data(root, manifests, chains, choice.lineages, progress, display)
     # These leaves have no chain of their own, so they are read once for each complete pass.
-    if chosen.remaining_bytes == 0:
+    if choice.remaining_bytes == 0:
         findings += _check_indirect(root, manifests)
         progress.restart()
     # The walk reports errors of the tables that the shallow check has already found.
     return Verified.of(
         findings,
         manifests,
-        checked_bytes=sum(map(cost_bytes, chosen.lineages)),
-        all_bytes=chosen.all_bytes,
-        remaining_bytes=chosen.remaining_bytes,
+        checked_bytes=sum(map(cost_bytes, choice.lineages)),
+        all_bytes=choice.all_bytes,
+        remaining_bytes=choice.remaining_bytes,
         seed=seed,
     )
 

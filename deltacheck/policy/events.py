@@ -206,7 +206,7 @@ class Detector:
             self.gradient_norm, _log(observation.gradient_norm), steps, self.window_steps
         )
         scores = {"loss": z_loss, "gradient": z_norm}
-        events += [Event(step, what, z) for what, z in scores.items() if abs(z) > Z_LIMIT]
+        events += [Event(step, kind, z) for kind, z in scores.items() if abs(z) > Z_LIMIT]
         if events:
             loss, norm = loss.at_new_level(), norm.at_new_level()
         history = self.rates if rates is None else (*self.rates[-1:], (step, rates))

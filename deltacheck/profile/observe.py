@@ -260,7 +260,10 @@ class Observer(ABC):
 
 def _with_rate(rules: measure.Rules, rate: float) -> measure.Rules:
     """Return rules in which one rate holds, also for groups whose state does not hold it."""
-    return {name: (rule, rate if known is None else known) for name, (rule, known) in rules.items()}
+    return {
+        name: (rule, rate if own_rate is None else own_rate)
+        for name, (rule, own_rate) in rules.items()
+    }
 
 
 def _count(plan: SamplePlan, scalars: Mapping[str, object]) -> int:

@@ -413,12 +413,7 @@ def _reasons(
 
 
 def _reasons_of_bytes(
-    rates: Rates,
-    projected: Rates,
-    machine: Machine,
-    deltas: Strategy,
-    depth: int,
-    encode: float,
+    rates: Rates, projected: Rates, machine: Machine, deltas: Strategy, depth: int, encode: float
 ) -> list[str]:
     state = projected.state_bytes
     share, delta_share = deltas.bytes / state, delta_bytes(projected) / state

@@ -19,17 +19,7 @@ from deltacheck.store.files.arrays import ArraySpec
 from deltacheck.store.segment import Segment, stream_sizes
 
 # Encodings that the bytes of a step are counted by.
-METHODS = (
-    "keyframe",
-    "sparse",
-    "bitmap",
-    "diff",
-    "planes",
-    "raw",
-    "tables",
-    "merged",
-    "law",
-)
+METHODS = ("keyframe", "sparse", "bitmap", "diff", "planes", "raw", "tables", "merged", "law")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +60,10 @@ def cost_of(segment: Segment) -> Cost:
         sizes_of = stream_sizes(index)
         for codec, lengths in columns.stream_arrays(part).items():
             name = columns.stream_array(number, codec)
-            stored = _stored_bytes(path / name, codec, [sizes_of[name] for name in lengths])
-            rows += stored
+            row_bytes = _stored_bytes(path / name, codec, [sizes_of[name] for name in lengths])
+            rows += row_bytes
             method_bytes = np.bincount(
-                index[:, columns.METHOD], weights=stored, minlength=len(METHOD_NAMES)
+                index[:, columns.METHOD], weights=row_bytes, minlength=len(METHOD_NAMES)
             )
             for method, size in _divide(files.get((name,), 0), method_bytes.tolist()).items():
                 by_method["law" if method in LAWS else METHOD_NAMES[unordered(method)]] += size
@@ -136,8 +126,8 @@ def _stored_bytes(
     spec = ArraySpec.flat(int(ends[-1]) if ends.size else 0, "uint8", codec, {})
     stored_ends = np.cumsum([0.0, *_chunk_sizes(folder, spec)])
     chunk_ends = np.minimum(np.arange(stored_ends.size) * spec.chunk[0], spec.shape[0])
-    stored = np.diff(np.interp(ends, chunk_ends, stored_ends), prepend=0.0)
-    rows: NDArray[np.float64] = stored.reshape(len(sizes), -1).sum(axis=0)
+    stream_rows = np.diff(np.interp(ends, chunk_ends, stored_ends), prepend=0.0)
+    rows: NDArray[np.float64] = stream_rows.reshape(len(sizes), -1).sum(axis=0)
     return rows
 
 

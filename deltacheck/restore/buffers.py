@@ -105,9 +105,9 @@ def _block(leaves: Sequence[tuple[Chain, list[int]]]) -> list[Filling]:
     sizes, expected = [], []
     for chain, numbers in leaves:
         # The common case needs no selection, which is slow for a large leaf.
-        chosen = slice(None) if len(numbers) == chain.spec.chunk_count else numbers
-        sizes.append(np.diff(chain.spec.bounds())[chosen])
-        expected.append(chain.digests[chosen])
+        rows = slice(None) if len(numbers) == chain.spec.chunk_count else numbers
+        sizes.append(np.diff(chain.spec.bounds())[rows])
+        expected.append(chain.digests[rows])
     bounds = np.concatenate(
         [np.zeros(1, np.uint64), np.cumsum(np.concatenate(sizes), dtype=np.uint64)]
     )

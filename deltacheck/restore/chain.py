@@ -277,8 +277,8 @@ def _stored_digests(runs: _Runs, segments: Sequence[Segment]) -> U64:
     begins = np.zeros(len(segments), np.int64)
     begins[numbers] = np.cumsum([0, *map(len, tables)])[:-1]
     rows = ranges(begins[runs.segment] + runs.digest, runs.rows)
-    stored: U64 = np.concatenate(tables)[rows]
-    return stored
+    row_digests: U64 = np.concatenate(tables)[rows]
+    return row_digests
 
 
 def _refuse_chunks_beyond(

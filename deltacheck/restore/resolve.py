@@ -69,8 +69,8 @@ def resolve_leaves(
     if unknown_paths:
         raise no_leaf(manifest.step, unknown_paths[0], specs)
     boxes = boxes or {}
-    whole = [path for path in requested if path not in partly and path not in boxes]
-    _refuse_large(root, manifest, requested, whole, max_bytes)
+    whole_paths = [path for path in requested if path not in partly and path not in boxes]
+    _refuse_large(root, manifest, requested, whole_paths, max_bytes)
     # Sources of formulas are resolved in the same call, so that each segment is opened once.
     required_paths = dict.fromkeys([*requested, *needed_by(manifest, requested)])
     names = _needed_tiles(manifest, requested, required_paths, boxes)
@@ -86,12 +86,16 @@ def resolve_leaves(
 
 
 def _refuse_large(
-    root: Root, manifest: Manifest, paths: list[str], whole: list[str], max_bytes: int | None
+    root: Root,
+    manifest: Manifest,
+    paths: list[str],
+    whole_paths: list[str],
+    max_bytes: int | None,
 ) -> None:
     """Raise ``BudgetExceeded`` if leaves, of which some are loaded whole, are too large."""
     specs, subject = manifest.specs, f"what is asked for of step {manifest.step}"
     segments = [ref.id for ref in manifest.segments]
-    size = sum(specs[path].raw_bytes for path in whole)
+    size = sum(specs[path].raw_bytes for path in whole_paths)
     check_budget(max_bytes, size)
     if max_bytes is None:
         limits.check_bytes(root.store.path, segments, size, subject)
@@ -195,8 +199,8 @@ def _needed_tiles(
         numbers[path].update(tile_numbers)
         pending += [(source, tile_numbers) for source in manifest.tiles[path].sources]
     names: dict[str, dict[int, str]] = {}
-    for path, needed in numbers.items():
-        ordered = sorted(needed)
+    for path, tile_numbers in numbers.items():
+        ordered = sorted(tile_numbers)
         manifest.require_digests(path, ordered)
         tile_names = sharding.names_of(path, manifest.tiles[path].cuts, ordered)
         names[path] = dict(zip(ordered, tile_names, strict=True))

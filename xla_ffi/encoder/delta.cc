@@ -784,8 +784,8 @@ uint64_t octave_codes(const uint8_t* values, const uint8_t* base, uint64_t count
   std::atomic<uint64_t> refused{0};
   for_each_part(count, [&](uint64_t, uint64_t first, uint64_t size) {
     const uint64_t at = first * form.code_bytes;
-    refused += kernels.octave_codes_part(
-        values + 4 * first, base != nullptr ? base + at : nullptr, size, form, band, codes + at);
+    refused += kernels.octave_codes_part(values + 4 * first, base != nullptr ? base + at : nullptr,
+                                         size, form, band, codes + at);
   });
   return refused;
 }

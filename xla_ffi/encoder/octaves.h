@@ -1,7 +1,7 @@
 // Codes of floats on a logarithmic scale, taken from their bit patterns. Part of the format:
 // docs/reference/format.md, 4.5.2. Called through kernels.h. The arithmetic is integer; conversions
-// between integers below 2^24 and floats are exact. The loops are written so that compilers vectorise them. All functions have internal
-// linkage, see format.h. There is no device code yet.
+// between integers below 2^24 and floats are exact. The loops are written so that compilers
+// vectorise them. All functions have internal linkage, see format.h. There is no device code yet.
 
 #pragma once
 

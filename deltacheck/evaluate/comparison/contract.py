@@ -157,9 +157,9 @@ class _Promised(NamedTuple):
         step = self.saves[-1]
         from_step = step if promise.from_step is None else promise.from_step
         if from_step < step:
-            now, then = (self.counts_at(save).get(owner) for save in (step, from_step))
-            if now is not None and then is not None:
-                return now - then
+            newer, older = (self.counts_at(save).get(owner) for save in (step, from_step))
+            if newer is not None and older is not None:
+                return newer - older
         return step - from_step
 
 

@@ -57,10 +57,10 @@ def _constants(parameter: Parameter, state: Snapshot) -> tuple[float, float, flo
     group = hyperparameters(state.roles, state.numbers).get(parameter.group or "")
     if group is None:
         return _DEFAULT_CONSTANTS
-    known = (group.beta1, group.beta2, group.eps)
+    values = (group.beta1, group.beta2, group.eps)
     beta1, beta2, eps = (
         default if value is None else value
-        for value, default in zip(known, _DEFAULT_CONSTANTS, strict=True)
+        for value, default in zip(values, _DEFAULT_CONSTANTS, strict=True)
     )
     return beta1, beta2, eps
 

@@ -267,12 +267,9 @@ class RootStream:
     def _divide(
         self, holdings: list[Holdings], local_by_rank: dict[int, Holdings], tree: Node
     ) -> _Planned:
-        """Return the plan for what ranks hold; the arguments are as in ``_Planned`` and ``plan``.
-
-        An old plan leaves the tiles on the ranks that have their bases, so it is used while it
-        fits.
-        """
+        """Return the plan for what ranks hold, with arguments as in ``_Planned`` and ``plan``."""
         previous = self._planned
+        # An old plan leaves tiles on the ranks that have their bases: it is used while it fits.
         tiling = previous.tiling
         if holdings != previous.holdings:
             restored = _restored.get(str(self.path))
