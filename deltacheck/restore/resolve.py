@@ -199,8 +199,8 @@ def _needed_tiles(
         numbers[path].update(tile_numbers)
         pending += [(source, tile_numbers) for source in manifest.tiles[path].sources]
     names: dict[str, dict[int, str]] = {}
-    for path, tile_numbers in numbers.items():
-        ordered = sorted(tile_numbers)
+    for path, tile_set in numbers.items():
+        ordered = sorted(tile_set)
         manifest.require_digests(path, ordered)
         tile_names = sharding.names_of(path, manifest.tiles[path].cuts, ordered)
         names[path] = dict(zip(ordered, tile_names, strict=True))
