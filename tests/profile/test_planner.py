@@ -454,7 +454,7 @@ def test_the_command_plans_from_a_profile(
         ),
         ([*SPEEDS, "--policy", "lossy"], "'lossy' is no policy"),
         (["--policy", "auto", SPEEDS[0]], "or give --speed read=B --speed encode=B"),
-        (["--factory", "FILE.py:make"], "--factory and --keep go with --policy"),
+        (["--factory", "FILE.py:make"], "--factory goes with --policy"),
         ([*SPEEDS[1:], "--speed=write=0"], "such as write=1e9, not 'write=0'"),
         ([*SPEEDS, "--mtbf-hours", "0"], "--mtbf-hours must be more than 0"),
         ([*SPEEDS, "--profile", "PROFILE"], "--step-seconds is needed"),
