@@ -12,6 +12,7 @@ import queue
 import socket
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -32,7 +33,8 @@ LIMIT = 1.1
 _COURSES = ("RL, 3 M", "3.3 M (46 MB)")
 _QUICK_COURSES = ("RL, tiny",)
 _MEMORY = Path("/dev/shm")
-_PATIENCE_SECONDS = 120.0
+_POLL_SECONDS = 5.0  # between looks at the processes
+_PATIENCE_SECONDS = 120.0  # for their end
 
 
 def run(settings: Settings) -> Result:
@@ -137,13 +139,16 @@ class _Ranks:
         torch.save(state, path)
         for task in self._tasks:
             task.put((step, path, dict(metrics)))
-        stages = []
-        for _ in range(RANKS):
-            try:
-                stages.append(self._done.get(timeout=_PATIENCE_SECONDS))
-            except queue.Empty:
-                raise RuntimeError(f"a rank did not save step {step}") from None
-        return "stable" in stages
+        return "stable" in [self._next(step) for _ in range(RANKS)]
+
+    def _next(self, step: int) -> str:
+        """Wait for a rank that has saved, however slow the machine is, and return its stage."""
+        while True:
+            with suppress(queue.Empty):
+                return self._done.get(timeout=_POLL_SECONDS)  # type: ignore[no-any-return]
+            for rank, process in enumerate(self._processes):
+                if not process.is_alive():
+                    raise RuntimeError(f"rank {rank} ended without saving step {step}")
 
     def close(self) -> None:
         for task in self._tasks:
