@@ -21,9 +21,9 @@ from deltacheck.errors import BudgetExceeded
 
 _SEGMENTS = "segments"  # permanent: the folder of a root's segments
 
-# The default limit. Chunks of one value, the most regular content, shrink to a 250th; this leaves a
-# margin of 64, so that only a forged root reaches the limit.
-_BYTES_PER_FILE_BYTE = 1 << 14
+# The default limit. Chunks of one value, the most regular content, shrink to a 12,000th, those of
+# 16-byte elements to a 23,000th; this leaves a margin of 11, so that only a forged root reaches it.
+_BYTES_PER_FILE_BYTE = 1 << 18
 _TABLE_BYTES_PER_FILE_BYTE = 1 << 6
 _SMALL_BYTES = 256 << 20  # never refused by default
 _SMALL_TABLES_BYTES = 64 << 20  # never refused

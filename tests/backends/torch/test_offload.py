@@ -80,7 +80,7 @@ def freed(training: Training) -> list[bool]:
 
 def shadow(engine: Engine) -> dict[str, Any]:
     """Return the shadow of an engine, by path."""
-    states = engine._saver._chains.leaves
+    states = engine._saver.chains.leaves
     return {path: leaf.base for path, leaf in states.items() if leaf.base is not None}
 
 
@@ -341,11 +341,11 @@ def test_a_save_in_which_the_storage_hangs_keeps_the_state(tmp_path: Path, devic
     weight = device.place(torch.ones(300))
     with Engine(tmp_path) as engine:
         stuck = Progress(0)
-        engine._saver._pipeline.stuck.add(stuck)
+        engine._saver.pipeline.stuck.add(stuck)
         with pytest.raises(errors.SaveFailed, match="may still read the state"):
             engine.offload({"w": weight})
         assert weight.untyped_storage().nbytes()
-        engine._saver._pipeline.stuck.remove(stuck)
+        engine._saver.pipeline.stuck.remove(stuck)
 
 
 def test_the_shards_of_a_module_of_fsdp2_go_and_come_back(

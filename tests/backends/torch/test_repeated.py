@@ -19,8 +19,7 @@ from deltacheck.backends.torch.capture.tensor_codec import is_host
 from deltacheck.backends.torch.state import leaves, repeated
 from deltacheck.backends.torch.state.repeated import Flattener, KnownFlat
 from deltacheck.codec import fingerprints, object_loops
-from deltacheck.save.pipeline import Pipeline
-from deltacheck.save.progress import Progress
+from deltacheck.save.pipeline import Pipeline, PlannedLater
 
 
 class Run:
@@ -254,17 +253,17 @@ def test_a_save_is_described_after_an_overlapped_restore_has_arrived(tmp_path: P
 def test_a_save_that_was_given_up_before_its_plan_lets_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def begun_late(self: Pipeline, plan: Any, progress: Progress) -> None:
-        self.give_up(progress, errors.StorageTimeout("the storage may hang"))
-        start_later(self, plan, progress)
+    def begun_late(self: Pipeline, save: PlannedLater) -> None:
+        self.give_up(save.progress, errors.StorageTimeout("the storage may hang"))
+        start(self, save)
 
-    start_later = Pipeline.start_later
+    start = Pipeline.start
     run = Run(2)
     with Engine(tmp_path, options=SaveOptions(on_error="log")) as engine:
         engine.guard(run.optimizer)
         engine.save(0, run.state()).wait()
         with monkeypatch.context() as patch:
-            patch.setattr(Pipeline, "start_later", begun_late)
+            patch.setattr(Pipeline, "start", begun_late)
             handle = engine.save(1, run.state())
         with pytest.raises(errors.SaveFailed):
             handle.wait()
