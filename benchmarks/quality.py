@@ -284,22 +284,12 @@ def _inexact(*classes: str) -> Put:
     return put
 
 
-def _without_first(entry: dict[str, Any], live: dict[str, Any]) -> None:
-    _inexact()(entry, live)
-    entry["exp_avg"].zero_()
-
-
 AUTO_CHAIN = "all of these: `auto`"
 # What is inexact at each resume -> the policy, and the rest of each parameter's state put back.
 CHAINED: dict[str, tuple[Policy, Put]] = {
     "nothing": (Policy.auto(derive=False), _inexact()),
     "masters": (Policy.auto(derive=False), _inexact(MASTER)),
-    "masters, master_error_lr=8": (Policy.auto(derive=False, master_error_lr=8), _inexact(MASTER)),
-    "m and v, reused": (Policy.auto(derive=False), _inexact(FIRST, SECOND)),
-    "v alone": (Policy.auto(derive=False), _inexact(SECOND)),
-    "m alone": (Policy.auto(derive=False), _inexact(FIRST)),
     AUTO_CHAIN: (Policy.auto(), _inexact(MASTER, FIRST, SECOND)),
-    "no m (zero)": (Policy.auto(derive=False), _without_first),
 }
 CHAIN_COLUMNS: dict[str, Unit] = {
     "inexact at each resume": "text",
