@@ -96,7 +96,12 @@ def noise_sd(records: Sequence[Resumed]) -> float:
 
     Two runs differ by sqrt(2) times as much.
     """
-    return float(np.sqrt(mean(record.noise**2 for record in records) / 2))
+    return _sd([record.noise for record in records])
+
+
+def _sd(differences: Sequence[float]) -> float:
+    """Return the standard deviation of values that differ so much in pairs."""
+    return float(np.sqrt(mean(difference**2 for difference in differences) / 2))
 
 
 def lost_by_loss(records: Sequence[Resumed], horizon: int) -> float | None:
@@ -327,7 +332,6 @@ def chained(recipe: Recipe, plan: ChainPlan, folder: Path) -> list[list[Cell]]:
             run.workload.load(copy.deepcopy(start))
             _train_killed(run, plan, policy, put, folder / f"{seed}-{number}")
             changes[name].append(run.workload.evaluate() - end)
-    sd = float(np.sqrt(mean(change**2 for change in noise) / 2))
     return [
         [
             name,
@@ -335,7 +339,7 @@ def chained(recipe: Recipe, plan: ChainPlan, folder: Path) -> list[list[Cell]]:
             mean(of_seeds) / mean(progress),
             mean(of_seeds),
             max(map(abs, of_seeds)),
-            sd,
+            _sd(noise),
         ]
         for name, of_seeds in changes.items()
     ]

@@ -239,8 +239,13 @@ def save_until_killed(plan: EvaluationPlan, folder: Path, factory: Factory, kill
             savers[way].save(step, state, run.metrics(loss))
             if way != turns[-1]:
                 report_saved(savers[way].finish(), way=way, overlapped=False)
-    run.train_until(min(kill.saving_step + plan.every, plan.steps))
-    report_saved(savers[turns[-1]].finish(), way=turns[-1], overlapped=True)
+    _await_kill(plan, run, savers[turns[-1]], kill.saving_step, way=turns[-1], overlapped=True)
+
+
+def _await_kill(plan: EvaluationPlan, run: WorkerRun, saver: Any, step: int, **fields: Any) -> None:
+    """Train on behind the save of a step, report it with more fields, and wait for the signal."""
+    run.train_until(min(step + plan.every, plan.steps))
+    report_saved(saver.finish(), **fields)
     time.sleep(_WAIT_FOR_KILL_SECONDS)
 
 
@@ -378,9 +383,7 @@ def chain(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill) -> N
         report("saving", step=step, is_tested=is_tested)
         saver.save(step, state, run.metrics(loss))
         if is_tested and kill.number < plan.chain:
-            run.train_until(min(step + plan.every, plan.steps))
-            report_saved(saver.finish())
-            time.sleep(_WAIT_FOR_KILL_SECONDS)
+            _await_kill(plan, run, saver, step)
     run.train_until(plan.steps)
     saver.finish()
     saver.close()

@@ -323,8 +323,8 @@ class Saver:
             SaveFailed: The saver is closed, or a thread hangs in a save and may read the state.
         """
         self.check_usable()
-        for handle in self.pending():
-            self._block_until(handle, "encoded")
+        for progress in self.pending():
+            self._block_until(progress, "encoded")
         if self.pipeline.stuck:
             raise SaveFailed(
                 "the storage hangs in a save that may still read the state; repeat the call when"

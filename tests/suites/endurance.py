@@ -41,6 +41,15 @@ class Count:
     memory: int
     disk: int
 
+    @classmethod
+    def now(cls, seconds: float, root: Path) -> Count:
+        """Count the resources of this process."""
+        from deltacheck.store.files.arrays import bytes_on_disk
+
+        files, threads = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return cls(seconds, files, threads, pages * os.sysconf("SC_PAGE_SIZE"), bytes_on_disk(root))
+
 
 @dataclass(slots=True)
 class Found:
@@ -160,7 +169,6 @@ def child(root: Path, until: float) -> None:
     import deltacheck
     from deltacheck import Policy
     from deltacheck.backends.torch import Engine
-    from deltacheck.store.files.arrays import bytes_on_disk
 
     torch.set_num_threads(1)
     with Engine(
@@ -199,16 +207,9 @@ def child(root: Path, until: float) -> None:
                 )
             if step % COUNT_EVERY == 0:
                 handle.wait()
-                files, threads = (
-                    len(os.listdir("/proc/self/fd")),
-                    len(os.listdir("/proc/self/task")),
-                )
-                memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf(
-                    "SC_PAGE_SIZE"
-                )
+                now = Count.now(time.monotonic() - begin, root)
                 print(
-                    f"count {time.monotonic() - begin:.3f} {files} {threads} {memory}"
-                    f" {bytes_on_disk(root)}",
+                    f"count {now.seconds:.3f} {now.files} {now.threads} {now.memory} {now.disk}",
                     flush=True,
                 )
             handle.wait()

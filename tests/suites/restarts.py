@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import random
 import sys
 import tempfile
@@ -22,7 +21,6 @@ import torch
 
 from deltacheck import Keep, SaveOptions
 from deltacheck.backends.torch import Engine
-from deltacheck.store.files.arrays import bytes_on_disk
 from tests.suites.endurance import Count, grown
 
 ELEMENTS = 1 << 18  # 1 MiB: a leak of every hundredth engine shows
@@ -98,9 +96,7 @@ def count(root: Path, number: int, before: set[threading.Thread]) -> Count:
         if thread.name != "deltacheck-reader":
             thread.join(240)
     gc.collect()
-    memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    files, threads = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
-    return Count(float(number), files, threads, memory, bytes_on_disk(root))
+    return Count.now(float(number), root)
 
 
 def main() -> int:
