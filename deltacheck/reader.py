@@ -409,7 +409,7 @@ def open(
 
     Args:
         path: A root that an ``Engine`` or an Orbax ``CheckpointManager`` wrote: a directory, or
-            ``s3://bucket/prefix`` or ``gs://bucket/prefix``.
+            ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.
         item: The item of the manager's steps. It is required if the steps have more than one.
         storage: Access to an object store; ``None``: settings of the environment.
         limits: The most that each call on the result may take. Smaller: a forged root takes less

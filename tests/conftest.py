@@ -213,6 +213,33 @@ def s3(s3_server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
 
 
 @pytest.fixture
+def quick_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holders of leases renew them, and others look at them, far more often than they must."""
+    from deltacheck.store.lock import object_lease
+
+    renew = object_lease._renew
+    monkeypatch.setattr(
+        object_lease, "_renew", lambda lease, released, every: renew(lease, released, 0.02)
+    )
+    monkeypatch.setattr(object_lease, "time", SleepWatch(longest_seconds=0.02))
+
+
+@pytest.fixture
+def azure_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let containers that ``az://`` addresses name from now on lie in the memory of obstore."""
+    from obstore.store import MemoryStore
+
+    from deltacheck.store.files import azure_bucket
+
+    containers: dict[str, MemoryStore] = {}
+    monkeypatch.setattr(
+        azure_bucket,
+        "AzureStore",
+        lambda name, **options: containers.setdefault(name, MemoryStore()),
+    )
+
+
+@pytest.fixture
 def read_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Decoded bytes of the chunks that each restore reads from now on."""
     from deltacheck.restore import read

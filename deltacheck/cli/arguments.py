@@ -85,7 +85,8 @@ MaxBytes: TypeAlias = Annotated[
 ]
 
 _ROOT_HELP = (
-    "The root: a directory (default: the current one), s3://BUCKET/PREFIX or gs://BUCKET/PREFIX."
+    "The root: a directory (default: the current one), s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or"
+    " az://CONTAINER/PREFIX."
 )
 _STEP_HELP = "A step is a number, 'latest' or @TAG; anything else is the root."
 # The root and the steps are one variadic argument, because Click cannot tell an optional first

@@ -135,9 +135,10 @@ def _plain_name(path: str) -> str:
 
 def _is_usable(name: str) -> bool:
     return (
-        # zarr reserves names that begin with two underscores, and dots alone are directories.
+        # zarr reserves names that begin with two underscores, dots alone are directories, and Azure
+        # may drop a dot at the end.
         0 < len(name) <= _MAX_NAME
-        and name.strip(".") != ""
+        and not name.endswith(".")
         and not name.startswith(("__", "."))
         and name != "zarr.json"
     )

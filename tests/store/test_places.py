@@ -1,5 +1,5 @@
 """The place contract over what can be had here: a local directory, TensorStore's memory, S3 on a
-local server.
+local server, Azure over the memory of its client.
 """
 
 from __future__ import annotations
@@ -19,27 +19,15 @@ from deltacheck.store.files import arrays, storage
 from deltacheck.store.files.arrays import ArraySpec
 from deltacheck.store.files.object_path import ObjectPath
 from deltacheck.store.files.storage import Place
-from deltacheck.store.lock import object_lease
 from tests.contracts.place import PlaceContract
 from tests.support.s3_server import S3
 from tests.support.stored_arrays import ReadableArray
-from tests.support.waiting import SleepWatch
 
 
 class TestLocal(PlaceContract):
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Place:
         return tmp_path
-
-
-@pytest.fixture
-def quick_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Holders of leases renew them, and others look at them, far more often than they must."""
-    renew = object_lease._renew
-    monkeypatch.setattr(
-        object_lease, "_renew", lambda lease, released, every: renew(lease, released, 0.02)
-    )
-    monkeypatch.setattr(object_lease, "time", SleepWatch(longest_seconds=0.02))
 
 
 @pytest.mark.usefixtures("quick_leases")
@@ -56,12 +44,21 @@ class TestS3(PlaceContract):
         return storage.of(f"s3://bucket/{secrets.token_hex(8)}")
 
 
+@pytest.mark.usefixtures("quick_leases", "azure_in_memory")
+class TestAzure(PlaceContract):
+    @pytest.fixture
+    def folder(self) -> Place:
+        return storage.of(f"az://{secrets.token_hex(8)}/run")
+
+
+@pytest.mark.usefixtures("azure_in_memory")
+@pytest.mark.parametrize("scheme", ["memory", "az"])
 class TestShards:
     """Parts of a shard of an object store, which are asked for by their range."""
 
     @pytest.fixture
-    def shard(self) -> tuple[Place, ArraySpec, NDArray[np.uint8]]:
-        folder = storage.of(f"memory://shards/{secrets.token_hex(8)}/array")
+    def shard(self, scheme: str) -> tuple[Place, ArraySpec, NDArray[np.uint8]]:
+        folder = storage.of(f"{scheme}://shards/{secrets.token_hex(8)}/array")
         spec = ArraySpec((1600,), "uint8", (100,), (1600,), "store")
         values = np.random.default_rng(0).integers(0, 255, 1600, np.uint8)
         context = arrays.context(parent=storage.context(folder))

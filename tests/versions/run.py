@@ -40,6 +40,7 @@ TOOLS = (
     "hypothesis",
     "matplotlib",
     "moto[s3]",
+    "obstore",
     "pytest",
     "pytest-timeout",
     "pytest-xdist",

@@ -54,8 +54,8 @@ class Engine:
     any more closes itself, and the saves that it has begun are finished.
 
     Args:
-        root: A directory, or an address (``s3://``, ``gs://``). It is made if it does not exist. In
-            a path, ``~`` is the home directory.
+        root: A directory, or an address (``s3://``, ``gs://``, ``az://``). It is made if it does
+            not exist. In a path, ``~`` is the home directory.
         policy: The contract of each leaf and the length of chains. Longer chains: smaller saves;
             shorter: faster restores. Default: ``Policy.exact()``.
         keep: The steps, and the leaves of old steps, that stay after each save. Default: all.

@@ -267,7 +267,7 @@ def mount(facts: MachineFacts, file_system: FileSystem) -> Line:
             "degraded",
             f"{kind}: its program decides what an fsync and a lock mean",
             cost="an acknowledged step may be lost with the machine",
-            remedy="for a bucket, use s3:// or gs:// as the root",
+            remedy="for a bucket, use s3://, gs:// or az:// as the root",
         )
     if kind in _NETWORK:
         soft = "soft" in file_system.mount.options

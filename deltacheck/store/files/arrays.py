@@ -208,20 +208,22 @@ def write(path: Place, spec: ArraySpec, values: NDArray[Any], context: ts.Contex
             write is done.
         context: The result of ``context``.
     """
+    storage = storage_of(path)
     # The metadata is assumed: TensorStore's own create would wait until zarr.json is on the disk.
     array = {
         "driver": "zarr3",
-        "kvstore": storage_of(path).kvstore(),
+        "kvstore": storage.kvstore(),
         "metadata": spec.metadata(),
         "store_data_equal_to_fill_value": True,
     }
     target = ts.open(array, open=True, assume_metadata=True, context=context).result()
-    writes = [storage_of(path).start_write_new("zarr.json", _metadata_content(spec), context)]
+    writes = [storage.start_write_new("zarr.json", _metadata_content(spec), context)]
     # An array without elements has no chunk files, only its metadata.
     if math.prod(spec.shape):
         # TensorStore reads ``values`` in place instead of copying them first. ``commit`` is done
         # when the data has reached the storage, which the copy future does not promise.
-        writes.append(target.write(values, can_reference_source_data_indefinitely=True).commit)
+        write = target.write(values, can_reference_source_data_indefinitely=True)
+        writes.append(storage.stored(write.commit))
     return _Writes(writes)
 
 

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from deltacheck.errors import StorageTimeout
 from deltacheck.store.lock.interrupts import Condition
@@ -44,6 +44,11 @@ class Task(Generic[Result]):
         self._result: list[Result] = []
         self._error: BaseException | None = None
         self._end = Condition()
+
+    def begun(self) -> Self:
+        """Let the end of the process wait for this task; return it."""
+        _under_way.add(self)
+        return self
 
     def done(self) -> bool:
         """Return true if the work has ended."""
@@ -117,8 +122,7 @@ class Background:
 
     def start(self, work: Callable[[], Result]) -> Task[Result]:
         """Call ``work`` on one of the threads; return the task."""
-        task = Task(work)
-        _under_way.add(task)
+        task = Task(work).begun()
         self._tasks.put(task)
         return task
 

@@ -22,7 +22,7 @@ from deltacheck.leaf.external_errors import remedy, unreadable, walk
 from deltacheck.store import layout
 from deltacheck.store.files import chunk_files
 from deltacheck.store.files.background import wait_for
-from deltacheck.store.files.object_path import ABSENT
+from deltacheck.store.files.object_client import ABSENT
 from deltacheck.store.files.storage_interface import Storage
 from deltacheck.store.lock import pins
 from deltacheck.store.lock.capabilities import lacking

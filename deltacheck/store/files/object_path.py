@@ -1,5 +1,8 @@
 """A prefix of an object store, with the methods of ``pathlib.Path`` that a root needs.
 
+A bucket is a ``KvStore`` of TensorStore, or has the same ``read``, ``write`` and ``list``. Both
+clients stay: TensorStore has no driver for Azure, and obstore, used there, reads no AWS profiles.
+
 An object store has no directories, no renames, no fsync and no locks. Three properties replace
 them. A *directory* is the set of keys that begin with its name. An object appears whole or not at
 all, and is durable when its PUT is answered. One writer wins because a PUT can be conditional.
@@ -11,32 +14,19 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorstore as ts
 
 from deltacheck.errors import StorageFailed
+from deltacheck.store.files.object_client import ABSENT
 
-# The generation of a missing key: a write under this condition creates, and never replaces.
-ABSENT = b"\x02"
 _FIRST_DELAY, _LONGEST_DELAY = "200ms", "8s"  # between retries
 # Requests that are handed over together; ObjectStore.concurrency limits those under way.
 _AT_ONCE = 64
-DRIVERS = {"s3": "s3", "gs": "gcs", "memory": "memory"}  # URL scheme -> TensorStore's driver
-_CREDENTIALS = {
-    "s3": (
-        ". Check the access to the bucket and the credentials: AWS_ACCESS_KEY_ID and"
-        " AWS_SECRET_ACCESS_KEY, or the source that ObjectStore(credentials=...) names"
-    ),
-    "gs": (
-        ". Check the access to the bucket and Google's default credentials:"
-        " GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`"
-    ),
-    "memory": "",
-}
 # S3 allows 63 characters, Google 222 if the name has dots. The service checks the rest.
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}\Z")
 
@@ -51,14 +41,16 @@ class ObjectStore:
     use. ``docs/how-to/object-stores.md`` shows examples.
 
     Args:
-        endpoint: The address of an S3-compatible store. Default: ``AWS_ENDPOINT_URL_S3``, then
-            ``AWS_ENDPOINT_URL``, then AWS.
+        endpoint: The address of an S3-compatible store, or of an emulator of Azure. Default:
+            ``AWS_ENDPOINT_URL_S3``, then ``AWS_ENDPOINT_URL``, then AWS; of Azure
+            ``AZURE_STORAGE_ENDPOINT``.
         region: The region of the bucket. Default: ``AWS_REGION``, then ``AWS_DEFAULT_REGION``; AWS
             itself can be asked for it by one more request.
         credentials: The source of S3 credentials. ``"auto"`` takes ``AWS_ACCESS_KEY_ID`` and its
             companions if they are set, and otherwise looks where AWS's tools look. ``"default"``,
             ``"environment"``, ``"anonymous"``, ``"imds"`` and ``"ecs"`` name one source. ``gs://``
-            always takes Google's default credentials.
+            always takes Google's default credentials, and ``az://`` the variables that begin with
+            ``AZURE_``.
         retries: Retries of a request that fails in a way that may pass (5xx, throttling, a dropped
             connection). More: an outage of the store has to be longer to fail a save; fewer: a dead
             store is noticed sooner.
@@ -104,19 +96,21 @@ class ObjectStore:
         """Return TensorStore's description of a prefix of a bucket.
 
         Args:
-            scheme: ``"s3"``, ``"gs"`` or ``"memory"``.
+            scheme: ``"s3"``, ``"gs"``, ``"az"`` or ``"memory"``.
             bucket: The bucket's name.
             path: The prefix; it ends in ``/`` or is empty.
 
         Returns:
-            A key-value store specification.
+            A key-value store specification. For ``"az"`` it is that of memory, in which arrays are
+            encoded before they are uploaded.
 
         Raises:
             ValueError: The endpoint has no scheme.
         """
-        if scheme == "memory":
-            return {"driver": "memory", "path": f"{bucket}/{path}"}
-        spec: dict[str, Any] = {"driver": DRIVERS[scheme], "bucket": bucket, "path": path}
+        driver = SERVICES[scheme].driver
+        if driver == "memory":
+            return {"driver": driver, "path": f"{bucket}/{path}"}
+        spec: dict[str, Any] = {"driver": driver, "bucket": bucket, "path": path}
         if scheme == "s3":
             endpoint = (
                 self.endpoint
@@ -147,7 +141,7 @@ class ObjectStore:
         """Return TensorStore's resources for all requests of a scheme.
 
         Args:
-            scheme: ``"s3"``, ``"gs"`` or ``"memory"``.
+            scheme: ``"s3"``, ``"gs"``, ``"az"`` or ``"memory"``.
 
         Returns:
             A context specification: retries, concurrency and credentials.
@@ -157,9 +151,9 @@ class ObjectStore:
             "initial_delay": _FIRST_DELAY,
             "max_delay": _LONGEST_DELAY,
         }
-        if scheme == "memory":
+        kind = SERVICES[scheme].driver
+        if kind == "memory":
             return {"memory_key_value_store": {}}
-        kind = DRIVERS[scheme]
         resources: dict[str, Any] = {
             f"{kind}_request_retries": patience,
             f"{kind}_request_concurrency": {"limit": self.concurrency},
@@ -238,9 +232,7 @@ class ObjectPath:
             first: Only keys from this name on are listed.
             last: Only keys up to this name, and below it; empty: to the end.
         """
-        prefix = self._prefix
-        ends = ts.KvStore.KeyRange(prefix + first, _after(f"{prefix}{last}/" if last else prefix))
-        keys = self._await(self._bucket.list(ends), "list")
+        keys = self._await(self._bucket.list(self._range(first, last)), "list")
         # Another program may have written keys that are not UTF-8. They must not break a listing.
         return sorted(key.decode("utf-8", "surrogateescape") for key in keys)
 
@@ -361,6 +353,14 @@ class ObjectPath:
             for future in [self._bucket.write(key, None) for key in keys[begin : begin + _AT_ONCE]]:
                 self._await(future, "delete")
 
+    def stored(self, commit: Any) -> Any:
+        """Return the future of the files of an array below.
+
+        Args:
+            commit: The future of TensorStore's write of the array to ``spec``.
+        """
+        return SERVICES[self.scheme].stored(self, commit)
+
     @property
     def spec(self) -> dict[str, Any]:
         """TensorStore's description of the keys below."""
@@ -374,8 +374,12 @@ class ObjectPath:
     def _prefix(self) -> str:
         return f"{self.key}/" if self.key else ""
 
+    def _range(self, first: str = "", last: str = "") -> ts.KvStore.KeyRange:
+        prefix = self._prefix
+        return ts.KvStore.KeyRange(prefix + first, _after(f"{prefix}{last}/" if last else prefix))
+
     @property
-    def _bucket(self) -> ts.KvStore:
+    def _bucket(self) -> Any:
         return _open(self.scheme, self.bucket, self.store)
 
     def patience(self, size: int) -> float:
@@ -396,7 +400,7 @@ class ObjectPath:
         except (ValueError, NotImplementedError) as error:
             text = brief(error)
             if "PERMISSION_DENIED" in text or "credentials" in text:
-                text += _CREDENTIALS[self.scheme]
+                text += SERVICES[self.scheme].remedy
             raise StorageFailed(f"{self}: the store refused a {verb}: {text}") from error
 
 
@@ -407,10 +411,64 @@ def _context(scheme: str, store: ObjectStore) -> ts.Context:
 
 
 @cache
-def _open(scheme: str, bucket: str, store: ObjectStore) -> ts.KvStore:
-    return ts.KvStore.open(store.spec(scheme, bucket), context=_context(scheme, store)).result(
+def _open(scheme: str, bucket: str, store: ObjectStore) -> Any:
+    kvstore = ts.KvStore.open(store.spec(scheme, bucket), context=_context(scheme, store)).result(
         timeout=store.deadline_seconds
     )
+    return SERVICES[scheme].open(kvstore, bucket, store)
+
+
+def _open_azure(staging: ts.KvStore, bucket: str, store: ObjectStore) -> Any:
+    try:
+        from deltacheck.store.files import azure_bucket
+    except ModuleNotFoundError as error:
+        raise StorageFailed(
+            f"az://{bucket} needs the package {error.name}: pip install 'deltacheck[azure]'"
+        ) from error
+    try:
+        return azure_bucket.open_container(bucket, store, staging)
+    except ValueError as error:
+        raise StorageFailed(f"az://{bucket}: {error}{SERVICES['az'].remedy}") from error
+
+
+class _Service(NamedTuple):
+    """The access to the objects of a URL scheme.
+
+    Attributes:
+        driver: TensorStore's driver, through which arrays are written.
+        remedy: What to check if access is refused.
+        open: Returns the bucket of a name, given the driver's key-value store of it.
+        stored: ``ObjectPath.stored``.
+    """
+
+    driver: str
+    remedy: str
+    open: Callable[[ts.KvStore, str, ObjectStore], Any] = lambda kvstore, bucket, store: kvstore
+    stored: Callable[[ObjectPath, Any], Any] = lambda path, commit: commit
+
+
+SERVICES = {
+    "s3": _Service(
+        "s3",
+        ". Check the access to the bucket and the credentials: AWS_ACCESS_KEY_ID and"
+        " AWS_SECRET_ACCESS_KEY, or the source that ObjectStore(credentials=...) names",
+    ),
+    "gs": _Service(
+        "gcs",
+        ". Check the access to the bucket and Google's default credentials:"
+        " GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
+    ),
+    # Without a driver of TensorStore: arrays are encoded in memory, and uploaded from there.
+    "az": _Service(
+        "memory",
+        ". Check the access to the container and the credentials: AZURE_STORAGE_ACCOUNT_NAME with"
+        " AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN (AZURE_STORAGE_ENDPOINT, if it is an"
+        " emulator)",
+        _open_azure,
+        lambda path, commit: path._bucket.upload(commit, path._range()),
+    ),
+    "memory": _Service("memory", ""),
+}
 
 
 def _after(prefix: str) -> str:
@@ -432,19 +490,20 @@ def parse(text: str, scheme: str, rest: str, store: ObjectStore | None) -> Objec
 
     Args:
         text: The whole address, for errors.
-        scheme: A key of ``DRIVERS``.
+        scheme: A key of ``SERVICES``.
         rest: The part behind ``://``.
         store: Options of the service; ``None``: the defaults.
     """
     bucket, _, prefix = rest.partition("/")
     names = prefix.strip("/").split("/") if prefix.strip("/") else []
-    # Such names are legal keys, but a tool that treats keys as paths would name other objects.
+    # Such names are legal keys, but a tool that treats keys as paths would name other objects, and
+    # Azure takes a backslash for a slash.
     if not _BUCKET.match(bucket) or any(
-        name in ("", ".", "..") or not name.isprintable() for name in names
+        name in ("", ".", "..") or not name.isprintable() or "\\" in name for name in names
     ):
         raise ValueError(
             f"{text!r} does not name a bucket and a prefix: s3://BUCKET/PREFIX, without empty"
-            " names, '.' and '..'"
+            " names, '.', '..' and backslashes"
         )
     return ObjectPath(scheme, bucket, "/".join(names), store or ObjectStore())
 

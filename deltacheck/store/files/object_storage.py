@@ -17,10 +17,10 @@ from deltacheck.errors import Damaged, StorageFailed
 from deltacheck.store import layout
 from deltacheck.store.files import chunk_files
 from deltacheck.store.files.chunk_files import ArrayFile, Extent
-from deltacheck.store.files.object_path import ABSENT, ObjectPath, existing
+from deltacheck.store.files.object_client import ABSENT, written
+from deltacheck.store.files.object_path import ObjectPath, existing
 from deltacheck.store.files.storage_interface import Storage
 from deltacheck.store.lock import object_lease
-from deltacheck.store.lock.interrupts import Lock
 from deltacheck.store.lock.lease import Lease
 from deltacheck.store.lock.object_lease import ObjectLease
 from deltacheck.store.lock.pins import Pin
@@ -47,6 +47,9 @@ class ObjectStorage(Storage[ObjectPath]):
 
     def context(self) -> ts.Context | None:
         return self.path.context
+
+    def stored(self, commit: Any) -> Any:
+        return self.path.stored(commit)
 
     def patience(self, size: int) -> float | None:
         return self.path.patience(size)
@@ -173,10 +176,10 @@ class ObjectStorage(Storage[ObjectPath]):
         return None
 
     def bytes_written(self) -> int:
-        return _written.take()
+        return written.take()
 
     def exclude_from_written(self, size: int) -> None:
-        _written.exclude(size)
+        written.exclude(size)
 
     def sync_directory(self) -> None:
         pass
@@ -199,7 +202,7 @@ class ObjectStorage(Storage[ObjectPath]):
 
     def check_writable(self) -> None:
         check_conditional_writes(self.path / layout.CONTROL)
-        _written.take()
+        written.take()
 
     def take_lease(self) -> Lease:
         return ObjectLease(self.path)
@@ -329,34 +332,3 @@ def _write_at(descriptor: int, content: bytes, offset: int) -> None:
     while rest:
         written = os.pwrite(descriptor, rest, offset)
         rest, offset = rest[written:], offset + written
-
-
-class _WriteCounter:
-    """The bytes that this process has written to object stores.
-
-    Listings have no sizes, and TensorStore counts only the sum.
-    """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._before = 0
-
-    def take(self) -> int:
-        """Return the bytes written since the last call."""
-        metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/", False)
-        now = sum(
-            int(m["values"][0]["value"])
-            for m in metrics
-            if m["name"].endswith(("/s3/bytes_written", "/gcs/bytes_written"))
-        )
-        with self._lock:
-            before, self._before = self._before, now
-        return max(0, now - before)
-
-    def exclude(self, size: int) -> None:
-        """Do not count ``size`` of the bytes written since the last call of ``take``."""
-        with self._lock:
-            self._before += size
-
-
-_written = _WriteCounter()

@@ -16,7 +16,7 @@ import tensorstore as ts
 from deltacheck.errors import StorageFailed
 from deltacheck.store.files import object_path
 from deltacheck.store.files.local_storage import LocalStorage
-from deltacheck.store.files.object_path import DRIVERS, ObjectPath, ObjectStore
+from deltacheck.store.files.object_path import SERVICES, ObjectPath, ObjectStore
 from deltacheck.store.files.object_storage import ObjectStorage
 from deltacheck.store.files.storage_interface import Storage
 from deltacheck.store.lock.lease import Lease
@@ -45,8 +45,9 @@ def of(where: str | os.PathLike[str] | ObjectPath, store: ObjectStore | None = N
     """Return the path that an address names.
 
     Args:
-        where: ``s3://bucket/prefix``, ``gs://bucket/prefix``, or a path of the local file system.
-            Of the latter, ``~`` is the home directory, and ``..`` is resolved.
+        where: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``, or a path
+            of the local file system. Of the latter, ``~`` is the home directory, and ``..`` is
+            resolved.
         store: How an object store is reached; ``None``: the defaults.
 
     Raises:
@@ -60,10 +61,10 @@ def of(where: str | os.PathLike[str] | ObjectPath, store: ObjectStore | None = N
     if parsed is None:
         return _local_path(text)
     scheme, rest = parsed.groups()
-    if scheme not in DRIVERS:
+    if scheme not in SERVICES:
         raise ValueError(
-            f"{text!r}: a root is s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or a local path (without"
-            f" file://), not {scheme}://"
+            f"{text!r}: a root is s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or"
+            f" a local path (without file://), not {scheme}://"
         )
     return object_path.parse(text, scheme, rest, store)
 
@@ -74,8 +75,8 @@ def _local_path(text: str) -> Path:
     if lost is not None:
         raise ValueError(
             f"{text!r} looks like an address that has lost a slash ({lost[1]}:/), as pathlib.Path"
-            " and os.path change it: give the address as a string, s3://BUCKET/PREFIX or"
-            " gs://BUCKET/PREFIX, or a local path without file://"
+            " and os.path change it: give the address as a string, s3://BUCKET/PREFIX,"
+            " gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, or a local path without file://"
         )
     if text == "~" or text.startswith("~/"):
         text = os.path.expanduser(text)

@@ -28,8 +28,8 @@ PathT = TypeVar("PathT")
 class Storage(ABC, Generic[PathT]):
     """A path and the operations of the service that stores it.
 
-    To add a storage service, write one module with a subclass (and a path type, unless TensorStore
-    has a driver for ``ObjectPath``) and register it in ``storage.py``.
+    To add an object store, register its bucket in ``object_path.SERVICES``. To add any other
+    service, write one module with a subclass and a path type, and register it in ``storage.py``.
 
     Attributes:
         has_files: Paths are files of this machine: native code may open them, and readers can lock
@@ -55,6 +55,14 @@ class Storage(ABC, Generic[PathT]):
     @abstractmethod
     def context(self) -> ts.Context | None:
         """Return TensorStore's resources for the service; ``None``: the defaults."""
+
+    def stored(self, commit: Any) -> Any:
+        """Return the future of the files of an array at the path.
+
+        Args:
+            commit: The future of TensorStore's write of the array to ``kvstore``.
+        """
+        return commit
 
     @abstractmethod
     def patience(self, size: int) -> float | None:
