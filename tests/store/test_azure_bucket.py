@@ -31,6 +31,7 @@ from deltacheck.store.files import arrays, azure_bucket, object_storage, storage
 from deltacheck.store.files.arrays import ArraySpec
 from deltacheck.store.files.object_client import ABSENT, written
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
+from tests.support.stored_arrays import ReadableArray
 from tests.support.waiting import HANG_SECONDS, set_deadline, wait_until
 
 
@@ -240,8 +241,9 @@ def test_foreign_objects_beside_a_prefix_are_no_part_of_it(container: Container)
 
 
 def array() -> tuple[ArraySpec, np.ndarray[Any, Any]]:
+    """Return an array of eight files."""
     values = np.random.default_rng(0).integers(0, 255, (64, 1 << 10), np.uint8)
-    return ArraySpec.natural(values.shape, "uint8", (8, 1 << 10), {}), values
+    return ArraySpec(values.shape, "uint8", (8, 1 << 10), None, "values"), values
 
 
 def start_array(path: ObjectPath) -> Any:
@@ -249,12 +251,19 @@ def start_array(path: ObjectPath) -> Any:
     return arrays.write(path, spec, values, arrays.context(parent=storage.context(path)))
 
 
-def test_the_memory_of_an_array_is_free_once_it_is_stored(container: Container) -> None:
-    path = path_of()
+def test_the_memory_of_each_file_is_free_before_the_next_is_sent(container: Container) -> None:
+    path, staged = path_of(concurrency=1), list[int]()
+
+    async def look(request: Any) -> Any:
+        if request.args[0].endswith(".0"):
+            staged.append(len(await path._bucket._staging.list()))
+        return await request()
+
+    container.faults["put_async"] = look
     start_array(path / "array").result(HANG_SECONDS)
-    files = [key for key in path.keys() if "/c" in key]  # noqa: SIM118 - a path, not a mapping
-    assert files
-    assert path._bucket._staging.list().result() == []
+    assert staged == [7, 6, 5, 4, 3, 2, 1, 0]
+    spec, values = array()
+    assert np.array_equal(ReadableArray(path / "array", spec).read(), values)
 
 
 @pytest.mark.parametrize("fault", [refused, "commit"], ids=["upload", "commit"])
@@ -268,7 +277,9 @@ def test_the_memory_of_an_array_is_free_after_a_failure(container: Container, fa
 
         pending = (path / "array").stored(fail())
     else:
-        container.faults["put_async"] = refused
+        container.faults["put_async"] = lambda request: (
+            refused(request) if request.args[0].endswith(".0") else request()
+        )
         pending = start_array(path / "array")
     with pytest.raises(ValueError, match=r"^(UNKNOWN: 503|INTERNAL: no memory)"):
         pending.result(HANG_SECONDS)

@@ -976,6 +976,7 @@ def test_plain_zarr_reads_what_lies_on_the_store(address: str, tmp_path: Any) ->
         "s3://b",
         "ftp://bucket/a",
         "s3://bucket/a\nb",
+        "az://container/a\\b",
         "gs://-x/y",
     ],
 )

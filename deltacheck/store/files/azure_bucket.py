@@ -44,13 +44,13 @@ _BACKOFF: BackoffConfig = {
 
 
 class _Stamp(NamedTuple):
-    """The version of an object, as TensorStore's writes return it; empty: a condition failed."""
+    """The version of an object, with the name of TensorStore's; empty: a condition failed."""
 
     generation: bytes
 
 
 class _Content(NamedTuple):
-    """What a read has found, as TensorStore's reads return it."""
+    """The result of a read, with the names of TensorStore's."""
 
     state: str
     value: bytes
