@@ -233,6 +233,18 @@ def test_a_bucket_that_cannot_be_written_safely_is_refused(tmp_path: Path, s3: S
     assert not (tmp_path / "started").exists()
 
 
+def test_a_container_without_an_account_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    done = run("--root", "az://container/run", "--", PYTHON, "-c", TOUCH, tmp_path / "started")
+    assert done.code == 5
+    assert "AZURE_STORAGE_ACCOUNT_NAME" in done.err
+    assert not (tmp_path / "started").exists()
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 def test_a_root_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)

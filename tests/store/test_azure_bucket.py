@@ -6,6 +6,7 @@ A container is the memory of obstore here. ``test_azurite.py`` has the same on M
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import secrets
 import subprocess
@@ -395,11 +396,8 @@ def test_a_missing_package_is_named(attempt: Any, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def no_account(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
-    for name in list(os.environ):
-        if name.startswith("AZURE_"):
-            monkeypatch.delenv(name)
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
 
 
 @pytest.mark.usefixtures("no_account")

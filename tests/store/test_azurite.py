@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from deltacheck import Keep, Mirror, SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.errors import RootBusy, StorageFailed
-from deltacheck.store.files import object_storage, storage
+from deltacheck.store.files import arrays, azure_bucket, object_storage, storage
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.files.storage import Place
 from tests.cli.test_run import TOUCH, run, train, uninterrupted
 from tests.cli.test_run import result as result_of
-from tests.contracts.place import PlaceContract
+from tests.contracts.place import PlaceContract, at_once
 from tests.store.test_azure_bucket import check_requests
 from tests.support import azurite
 from tests.support.azurite import Azurite
@@ -124,6 +125,40 @@ def test_a_killed_run_continues_and_every_step_is_whole(address: str) -> None:
     for words in (["ls"], ["log"], ["verify", "--deep"], ["compact"], ["gc", "--grace", "0"]):
         assert main([words[0], address, *words[1:]]) == 0, words
     assert deltacheck.open(address).verify(deep=True) == []
+
+
+@pytest.mark.parametrize("fault", ["503", "lost"])
+def test_every_third_request_of_a_run_may_fail(
+    address: str, server: Azurite, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moment = timedelta(milliseconds=5)
+    monkeypatch.setattr(
+        azure_bucket, "_BACKOFF", {"init_backoff": moment, "max_backoff": 10 * moment}
+    )
+    store = ObjectStore(retries=12, lease_seconds=600)
+    options: dict[str, Any] = {"keep": Keep(last=2), "options": SaveOptions(grace_seconds=0)}
+    weights = torch.randn(300, 260)
+    with server.failing(fault, 3):
+        with Engine(address, storage=store, **options) as engine:
+            for step in range(6):
+                weights[step] += 1
+                engine.save(step, {"w": weights}).result(HANG_SECONDS)
+        assert deltacheck.open(address, storage=store).steps() == [4, 5]
+        assert {"GET", "PUT"} <= set(server.failed)
+    reader = deltacheck.open(address)
+    assert reader.verify(deep=True) == []
+    assert np.array_equal(reader.restore()["w"], weights.numpy())
+
+
+@pytest.mark.parametrize("fault", ["503", "lost"])
+def test_of_writers_whose_requests_fail_one_wins_and_knows_it(
+    address: str, server: Azurite, fault: str
+) -> None:
+    folder = path_of(address, retries=12)
+    with server.failing(fault, 3):
+        won = at_once(lambda number: arrays.create_file(folder, "race", b"writer %d" % number), 6)
+    assert won.count(True) == 1
+    assert (folder / "race").read_bytes() == b"writer %d" % won.index(True)
 
 
 def test_a_second_writer_is_refused(address: str) -> None:
