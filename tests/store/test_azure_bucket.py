@@ -28,7 +28,7 @@ from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.errors import SaveFailed, StorageFailed
 from deltacheck.store import files
-from deltacheck.store.files import arrays, azure_bucket, object_storage, storage
+from deltacheck.store.files import arrays, azure_bucket, background, object_storage, storage
 from deltacheck.store.files.arrays import ArraySpec
 from deltacheck.store.files.object_client import ABSENT, written
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
@@ -226,6 +226,30 @@ def test_a_request_that_is_given_up_leaves_its_place_to_others(container: Contai
     container.faults.clear()
     # It would wait for the only place otherwise, and so until its deadline.
     assert path.read_bytes() == b"x"
+
+
+def test_the_end_of_the_process_waits_for_a_thread_of_the_client_in_python(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it is unwound there, and the process aborts."""
+    entered, gate = threading.Event(), threading.Event()
+    wake = azure_bucket._LOOP._write_to_self  # type: ignore[attr-defined]
+
+    def wait() -> None:
+        entered.set()
+        assert gate.wait(HANG_SECONDS)
+        wake()
+
+    monkeypatch.setattr(azure_bucket._LOOP, "_write_to_self", wait)
+    before = set(background._under_way)
+    words = (azure_bucket._LOOP.call_soon_threadsafe, lambda: None)
+    client = threading.Thread(target=words[0], args=words[1:])
+    client.start()
+    assert entered.wait(HANG_SECONDS)
+    assert len(background._under_way - before) == 1
+    gate.set()
+    client.join()
+    assert background._under_way <= before
 
 
 def test_foreign_objects_beside_a_prefix_are_no_part_of_it(container: Container) -> None:

@@ -33,8 +33,24 @@ if TYPE_CHECKING:
 
     from deltacheck.store.files.object_path import ObjectStore
 
+
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop that the end of the process waits for while a thread of obstore is in it.
+
+    A thread that comes back to Python while the interpreter ends is unwound, which Rust answers
+    with an abort.
+    """
+
+    def call_soon_threadsafe(self, *words: Any, **options: Any) -> asyncio.Handle:
+        visit = Task(lambda: None).begun()
+        try:
+            return super().call_soon_threadsafe(*words, **options)
+        finally:
+            visit.carry_out()
+
+
 # Made with the module, so that two threads cannot make two.
-_LOOP = asyncio.new_event_loop()
+_LOOP = _Loop()
 threading.Thread(target=_LOOP.run_forever, name="deltacheck-azure", daemon=True).start()
 # Between retries, as TensorStore waits.
 _BACKOFF: BackoffConfig = {
