@@ -342,7 +342,8 @@ class Checkpoints:
 
         Args:
             step: A step number or a tag; ``None``: the newest step.
-            to: The new root: a directory that is empty or does not exist.
+            to: The new root: a directory that is empty or does not exist, or a prefix of an object
+                store without steps, to which files are copied.
             copy: Copy the files. This takes their space, but damage to one root does not affect the
                 other. ``False``: share files by hard links, which takes no space.
 
@@ -353,7 +354,7 @@ class Checkpoints:
             StepNotFound: The root does not have the step.
             NotACheckpointRoot: ``to`` is not empty.
             Damaged: The step is not whole. ``ChainBroken`` is one kind of it.
-            StorageFailed: The file system refused a link or a copy.
+            StorageFailed: The file system or an object store refused a link or a copy.
         """
         return branch.branch(self._root, step, to, copy=copy)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import errno
 import os
+import secrets
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,11 @@ from deltacheck.maintain.blame import blame
 from deltacheck.maintain.branch import branch
 from deltacheck.maintain.transfer import copy_file
 from deltacheck.store import collect
+from deltacheck.store.files import storage
+from deltacheck.store.files.object_path import ObjectPath
+from deltacheck.store.lock.object_lease import ObjectLease
 from deltacheck.store.roots.opening import open_root
+from tests.support.s3_server import FOREVER, S3, Fault
 from tests.support.states import assert_same, nudge, training_state
 
 
@@ -158,6 +164,100 @@ def test_a_branch_that_has_failed_can_be_repeated(
     assert deltacheck.open(target).verify(deep=True) == []
     with Engine(target) as engine:
         assert_same(engine.restore(), run[1][3])
+
+
+@pytest.fixture(params=["from", "to", "within"])
+def addresses(
+    request: pytest.FixtureRequest,
+    run: tuple[Path, list[dict[str, Any]]],
+    tmp_path: Path,
+    s3: S3,
+) -> tuple[str, str]:
+    """Return the addresses of the run and of a branch, of which one at least is in a bucket."""
+    prefix = f"s3://bucket/{secrets.token_hex(4)}"
+    origin, target = str(run[0]), f"{prefix}/branch"
+    if request.param != "to":
+        origin = f"{prefix}/run"
+        with deltacheck.Mirror(run[0], origin) as mirror:
+            mirror.poll()
+    return origin, str(tmp_path / "branch") if request.param == "from" else target
+
+
+def objects(address: str, segment: str) -> list[str]:
+    """Return the names of the files of a segment."""
+    folder = storage.of(address) / "segments" / segment
+    if isinstance(folder, ObjectPath):
+        return [key.removeprefix(f"{folder.key}/") for key in folder.keys()]  # noqa: SIM118
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+
+
+def test_a_branch_in_a_bucket_or_of_one_goes_on_by_itself(
+    run: tuple[Path, list[dict[str, Any]]], addresses: tuple[str, str], s3: S3
+) -> None:
+    origin, target = addresses
+    # A listing of the origin that lags hides nothing from the branch.
+    hidden = r"/segments/"
+    with s3.failing(Fault("stale", "/run", "LIST", times=FOREVER, hidden=hidden)):
+        done = branch(open_root(origin), 2, target)
+    assert (done.step, done.linked_bytes) == (2, 0)
+    assert done.copied_bytes > 0
+    assert open_root(target).manifest().segments
+    for ref in open_root(target).manifest().segments:
+        assert objects(target, ref.id) == objects(origin, ref.id)
+    state = copy.deepcopy(run[1][2])
+    with Engine(target) as engine:
+        assert_same(engine.restore(), state)
+        nudge(state, seed=77)
+        report = engine.save(3, state).result(240)
+        assert report.stored_bytes < report.raw_bytes / 4  # the chain went on
+    assert deltacheck.open(target).steps() == [2, 3]
+    for address in addresses:
+        assert deltacheck.open(address).verify(deep=True) == []
+    with pytest.raises(errors.NotACheckpointRoot, match=r"has steps|is not empty"):
+        branch(open_root(origin), 2, target)
+    for inside in (origin, f"{origin}/inside"):
+        with pytest.raises(errors.NotACheckpointRoot, match=r"is in|is not empty"):
+            branch(open_root(origin), 2, inside)
+
+
+@pytest.mark.parametrize("addresses", ["to", "within"], indirect=True)
+def test_a_branch_that_has_failed_in_a_bucket_can_be_repeated(
+    addresses: tuple[str, str], s3: S3
+) -> None:
+    origin, target = addresses
+    refusal = Fault("501", "/branch/segments/", times=FOREVER, skip=3)
+    reader = deltacheck.open(origin)
+    with s3.failing(refusal), pytest.raises(errors.StorageFailed):
+        reader.branch(2, target)
+    assert deltacheck.open(target).steps() == []
+    reader.branch(2, target)
+    assert deltacheck.open(target).verify(deep=True) == []
+
+
+def test_a_branch_that_has_lost_its_lease_is_not_acknowledged(
+    run: tuple[Path, list[dict[str, Any]]], s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(_: object) -> None:
+        raise errors.RootBusy("another writer has the root")
+
+    monkeypatch.setattr(ObjectLease, "check", lost)
+    with pytest.raises(errors.RootBusy, match="another writer"):
+        branch(open_root(run[0]), 2, f"s3://bucket/{secrets.token_hex(4)}/branch")
+
+
+def test_an_object_that_is_gone_ends_a_branch(
+    run: tuple[Path, list[dict[str, Any]]], s3: S3, tmp_path: Path
+) -> None:
+    address = f"s3://bucket/{secrets.token_hex(4)}/run"
+    with deltacheck.Mirror(run[0], address) as mirror:
+        mirror.poll()
+    path = storage.of(address)
+    assert isinstance(path, ObjectPath)
+    lost = next(key for key in path.keys() if "/leaves/" in key and "/c." in key)  # noqa: SIM118
+    replace(path, key=lost).unlink()
+    with pytest.raises(errors.ChainBroken):
+        branch(open_root(address), 0, tmp_path / "branch")
+    assert not (tmp_path / "branch").exists()
 
 
 def test_the_commands_say_what_was_done(

@@ -124,7 +124,10 @@ def test_a_killed_run_continues_and_every_step_is_whole(address: str) -> None:
         assert np.array_equal(reader.restore(step)["w"], expected(step))
     for words in (["ls"], ["log"], ["verify", "--deep"], ["compact"], ["gc", "--grace", "0"]):
         assert main([words[0], address, *words[1:]]) == 0, words
-    assert deltacheck.open(address).verify(deep=True) == []
+    assert main(["branch", address, "10", "--to", f"{address}-branch"]) == 0
+    for root in (address, f"{address}-branch"):
+        assert deltacheck.open(root).verify(deep=True) == []
+    assert np.array_equal(deltacheck.open(f"{address}-branch").restore()["w"], expected(10))
 
 
 @pytest.mark.parametrize("fault", ["503", "lost"])

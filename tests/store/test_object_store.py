@@ -858,7 +858,8 @@ def test_steps_are_tagged_pruned_followed_and_blamed_on_an_object_store(address:
         assert before == ([1, 2, 3, 4] if words[0] in ("tag", "prune") else [1, 4])
     run.check(4)
     assert deltacheck.open(address, storage=STORAGE).steps() == [4]
-    assert main(["branch", address, "4", "--to", f"{address}-other"]) == 5  # it links files
+    assert main(["branch", address, "4", "--to", f"{address}-other"]) == 0
+    assert deltacheck.open(f"{address}-other").verify(deep=True) == []
 
 
 def test_a_store_that_fails_is_no_reason_to_fall_back_to_an_older_step(

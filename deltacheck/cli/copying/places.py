@@ -35,7 +35,7 @@ def branch(
             "--to",
             metavar="DIR",
             callback=checked_root,
-            help="The new root: a directory that is new or empty.",
+            help="The new root: a directory that is new or empty, or s3://BUCKET/PREFIX.",
         ),
     ] = None,
     copy: Annotated[
