@@ -41,7 +41,9 @@ class _Loop(asyncio.SelectorEventLoop):
     with an abort.
     """
 
-    def call_soon_threadsafe(self, *words: Any, **options: Any) -> asyncio.Handle:
+    def call_soon_threadsafe(  # type: ignore[override] # generic in its arguments
+        self, *words: Any, **options: Any
+    ) -> asyncio.Handle:
         visit = Task(lambda: None).begun()
         try:
             return super().call_soon_threadsafe(*words, **options)
