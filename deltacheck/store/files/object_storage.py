@@ -330,5 +330,5 @@ def _anonymous_file() -> int:
 def _write_at(descriptor: int, content: bytes, offset: int) -> None:
     rest = memoryview(content)
     while rest:
-        written = os.pwrite(descriptor, rest, offset)
-        rest, offset = rest[written:], offset + written
+        size = os.pwrite(descriptor, rest, offset)
+        rest, offset = rest[size:], offset + size
