@@ -193,17 +193,7 @@ def _flatten(value: object, path: str, depth: int, walk: _Walk) -> Node:
     text = long_lists.text_of(value)
     if text is not None:
         return long_list_node(text)
-
-    try:
-        level = containers.level_of(value) or walk.expand(value)
-        pairs = [] if level is None else list(level.pairs)
-        names = [escape_key(key) for key, _ in pairs]
-    except UnsupportedLeaf as error:
-        raise UnsupportedLeaf(f"leaf {path!r}: {error}") from None
-    if level is None:
-        raise _unsupported(value, path)
-    if len(set(names)) < len(names):
-        raise DuplicatePath(f"leaf {path!r}: two of its children have the same key; rename one")
+    level, pairs, names = _opened(value, path, walk)
     prefix = f"{path}/" if depth else ""
     children = [
         _flatten(item, prefix + name, depth + 1, walk)
@@ -221,6 +211,23 @@ def _flatten(value: object, path: str, depth: int, walk: _Walk) -> Node:
     elif level.node["t"] in LISTED:
         level.node["n"] = cast("Json", children)
     return level.node
+
+
+def _opened(
+    value: object, path: str, walk: _Walk
+) -> tuple[Level, list[tuple[object, object]], list[str]]:
+    """Return one level of a container, its children by key, and the names of their keys."""
+    try:
+        level = containers.level_of(value) or walk.expand(value)
+        pairs = [] if level is None else list(level.pairs)
+        names = [escape_key(key) for key, _ in pairs]
+    except UnsupportedLeaf as error:
+        raise UnsupportedLeaf(f"leaf {path!r}: {error}") from None
+    if level is None:
+        raise _unsupported(value, path)
+    if len(set(names)) < len(names):
+        raise DuplicatePath(f"leaf {path!r}: two of its children have the same key; rename one")
+    return level, pairs, names
 
 
 def _add_array(value: object, array: ArrayLeaf, path: str, walk: _Walk) -> Node:
@@ -356,26 +363,12 @@ def _build(node: Json, path: str, depth: int, place: Place, build: Build) -> obj
     # As most nodes are. Nothing of it needs to be checked.
     if node == _PLAIN_ARRAY:
         return place(path, path, None)
-    scalar: object = None
-    pairs: list[tuple[str, str | int, Json]] = []
+    fields = cast("Node", node)
     try:
-        fields = cast("Node", node)
-        kind = fields["t"]
-        if not isinstance(fields.get("c", ""), str):
-            raise TypeError("the name of a class is text")
-        owner, tag = fields.get("of", path), fields.get("tag")
-        if not isinstance(owner, str) or not (tag is None or isinstance(tag, str)):
-            raise TypeError("the owner and the tag of an array are text")
-        if kind in _SCALARS:
-            scalar = _SCALARS[cast("str", kind)](fields.get("v"))
-        elif kind != "array":
-            pairs = [(escape_key(key), key, item) for key, item in _children(fields)]
-            if len({name for name, _, _ in pairs}) != len(pairs):
-                raise ValueError("two of its children have the same key")
-        attributes = cast("list[tuple[str, Json]]", fields.get("a", []))
-        # Arrays have none, and a tree has thousands of them.
-        if "a" in fields and any(type(name) is not str for name, _ in attributes):
-            raise TypeError("the name of an attribute is text")
+        kind, owner, tag = _head(fields, path)
+        scalar = _SCALARS[kind](fields.get("v")) if kind in _SCALARS else None
+        pairs = [] if kind in _SCALARS or kind == "array" else _named_children(fields)
+        attributes = _attributes(fields)
     except _WRONG as error:
         raise _damaged(path, error) from error
     # Errors of ``place`` and ``build`` are not damage.
@@ -398,6 +391,36 @@ def _build(node: Json, path: str, depth: int, place: Place, build: Build) -> obj
         raise
     except _WRONG as error:
         raise _damaged(path, error) from error
+
+
+def _head(fields: Node, path: str) -> tuple[str, str, str | None]:
+    """Return the kind of a node, and the owner and the tag that it has as an array."""
+    kind = fields["t"]
+    if not isinstance(fields.get("c", ""), str):
+        raise TypeError("the name of a class is text")
+    owner, tag = fields.get("of", path), fields.get("tag")
+    if not isinstance(owner, str) or not (tag is None or isinstance(tag, str)):
+        raise TypeError("the owner and the tag of an array are text")
+    return cast("str", kind), owner, tag
+
+
+def _named_children(fields: Node) -> list[tuple[str, str | int, Json]]:
+    """Return the name in paths, the key and the node of each child of a container."""
+    children = [(escape_key(key), key, item) for key, item in _children(fields)]
+    if len({name for name, _, _ in children}) != len(children):
+        raise ValueError("two of its children have the same key")
+    return children
+
+
+def _attributes(fields: Node) -> list[tuple[str, Json]]:
+    """Return the name and the node of each attribute of a container."""
+    # Arrays have none, and a tree has thousands of them.
+    if "a" not in fields:
+        return []
+    attributes = cast("list[tuple[str, Json]]", fields["a"])
+    if any(type(name) is not str for name, _ in attributes):
+        raise TypeError("the name of an attribute is text")
+    return attributes
 
 
 # The errors that a skeleton of another form causes.
