@@ -363,12 +363,26 @@ def _build(node: Json, path: str, depth: int, place: Place, build: Build) -> obj
     # As most nodes are. Nothing of it needs to be checked.
     if node == _PLAIN_ARRAY:
         return place(path, path, None)
-    fields = cast("Node", node)
+    scalar: object = None
+    pairs: list[tuple[str, str | int, Json]] = []
     try:
-        kind, owner, tag = _head(fields, path)
-        scalar = _SCALARS[kind](fields.get("v")) if kind in _SCALARS else None
-        pairs = [] if kind in _SCALARS or kind == "array" else _named_children(fields)
-        attributes = _attributes(fields)
+        fields = cast("Node", node)
+        kind = fields["t"]
+        if not isinstance(fields.get("c", ""), str):
+            raise TypeError("the name of a class is text")
+        owner, tag = fields.get("of", path), fields.get("tag")
+        if not isinstance(owner, str) or not (tag is None or isinstance(tag, str)):
+            raise TypeError("the owner and the tag of an array are text")
+        if kind in _SCALARS:
+            scalar = _SCALARS[cast("str", kind)](fields.get("v"))
+        elif kind != "array":
+            pairs = [(escape_key(key), key, item) for key, item in _children(fields)]
+            if len({name for name, _, _ in pairs}) != len(pairs):
+                raise ValueError("two of its children have the same key")
+        attributes = cast("list[tuple[str, Json]]", fields.get("a", []))
+        # Arrays have none, and a tree has thousands of them.
+        if "a" in fields and any(type(name) is not str for name, _ in attributes):
+            raise TypeError("the name of an attribute is text")
     except _WRONG as error:
         raise _damaged(path, error) from error
     # Errors of ``place`` and ``build`` are not damage.
@@ -391,36 +405,6 @@ def _build(node: Json, path: str, depth: int, place: Place, build: Build) -> obj
         raise
     except _WRONG as error:
         raise _damaged(path, error) from error
-
-
-def _head(fields: Node, path: str) -> tuple[str, str, str | None]:
-    """Return the kind of a node, and the owner and the tag that it has as an array."""
-    kind = fields["t"]
-    if not isinstance(fields.get("c", ""), str):
-        raise TypeError("the name of a class is text")
-    owner, tag = fields.get("of", path), fields.get("tag")
-    if not isinstance(owner, str) or not (tag is None or isinstance(tag, str)):
-        raise TypeError("the owner and the tag of an array are text")
-    return cast("str", kind), owner, tag
-
-
-def _named_children(fields: Node) -> list[tuple[str, str | int, Json]]:
-    """Return the name in paths, the key and the node of each child of a container."""
-    children = [(escape_key(key), key, item) for key, item in _children(fields)]
-    if len({name for name, _, _ in children}) != len(children):
-        raise ValueError("two of its children have the same key")
-    return children
-
-
-def _attributes(fields: Node) -> list[tuple[str, Json]]:
-    """Return the name and the node of each attribute of a container."""
-    # Arrays have none, and a tree has thousands of them.
-    if "a" not in fields:
-        return []
-    attributes = cast("list[tuple[str, Json]]", fields["a"])
-    if any(type(name) is not str for name, _ in attributes):
-        raise TypeError("the name of an attribute is text")
-    return attributes
 
 
 # The errors that a skeleton of another form causes.

@@ -114,12 +114,9 @@ class Pipeline:
         missing: list[str] = []
 
         def look() -> None:
-            if not isinstance(store.path, Path):
-                missing.extend(self._base.lost_objects(store, names))
-                return
             # Without time for more than the oldest data files: training waits.
             missing.extend(self._base.lost(store, names))
-            if missing:
+            if missing and isinstance(store.path, Path):
                 # The directories may be gone with the segments.
                 store.renew_folders()
 
@@ -283,7 +280,7 @@ class Pipeline:
         self.save_log.committed(job.setup.store.path, job.progress, report)
         job.progress.advance("committed", report)
         self._release(job.progress)
-        if job.whole_bytes >= freed_memory.LEAST_BYTES:
+        if job.segment.whole_bytes >= freed_memory.LEAST_BYTES:
             freed_memory.return_freed_memory()
 
     def _require_continued(self, job: SaveJob) -> None:
@@ -318,16 +315,10 @@ class Pipeline:
 
     def _require_base(self, job: SaveJob, refs: Collection[str]) -> None:
         """Raise ``SaveFailed`` if segments that the step needs are gone, or have lost files."""
-        store = job.setup.store
-
-        def look() -> list[str]:
-            if not isinstance(store.path, Path):
-                # What this save has just written was acknowledged by the store.
-                return self._base.lost_objects(store, set(refs) - {job.writer.id})
-            return self._base.lost(store, refs, SHARE * (time.perf_counter() - job.request.begin))
-
+        store, seconds = job.setup.store, SHARE * (time.perf_counter() - job.request.begin)
         # The last moment before the step is acknowledged: others, such as a purge of old files, may
         # have removed what it stands on.
+        look = partial(self._base.lost, store, refs, seconds, acknowledged=job.writer.id)
         missing = self._on_disk(job, look)
         if missing:
             raise SaveFailed(

@@ -438,7 +438,7 @@ def load_tables(parts: Iterable[PartReader]) -> None:
     )
     _check_indexes(parts, ends, index)
     offsets = np.zeros((ends[-1] + 1, len(STREAMS)), np.uint64)
-    np.cumsum(_stream_size_table(index), axis=0, out=offsets[1:])
+    np.cumsum(stream_size_table(index), axis=0, out=offsets[1:])
     totals = offsets.sum(axis=1)
     for part, begin, end in zip(parts, ends, ends[1:], strict=False):
         of_part = slice(begin, end + 1)
@@ -626,10 +626,10 @@ def join_rows(
 
 def stream_sizes(index: U32) -> dict[str, U64]:
     """Return the bytes of each row in each stream (format.md 4.2), uint64 ``(rows,)`` each."""
-    return dict(zip(STREAMS, _stream_size_table(index).T, strict=True))
+    return dict(zip(STREAMS, stream_size_table(index).T, strict=True))
 
 
-def _stream_size_table(index: U32) -> U64:
+def stream_size_table(index: U32) -> U64:
     """Return the bytes of each row in each stream, uint64 ``(rows, streams)``."""
     # In uint64: the bytes of a chunk may exceed 32 bits.
     words, width = index[:, WORDS].astype(np.uint64), index[:, WORD_BYTES].astype(np.uint64)

@@ -61,10 +61,14 @@ def check_manifest(manifest: Manifest) -> None:
     if owners != manifest.leaves.keys() | manifest.derived.keys() | manifest.tiles.keys():
         raise ValueError("its tree and its leaves do not match")
     _check_tiles(manifest)
-    _check_absent(manifest)
-    _check_rules(manifest)
-    _check_order(manifest)
-    _check_contracts(manifest, owners)
+    if manifest.absent:
+        _check_absent(manifest)
+    if manifest.derived:
+        _check_rules(manifest)
+    if manifest.derived or manifest.tiles:
+        _check_order(manifest)
+    if manifest.contracts:
+        _check_contracts(manifest, owners)
     weakest = weakest_of(manifest.contracts.values())
     if manifest.contract != weakest or manifest.stage not in STAGES:
         raise ValueError(
@@ -78,7 +82,7 @@ def check_manifest(manifest: Manifest) -> None:
 
 def _check_rules(manifest: Manifest) -> None:
     """Check the rules by which leaves that are not in tiles follow from stored content."""
-    specs = manifest.specs if manifest.derived else {}
+    specs = manifest.specs
     for path, derived in manifest.derived.items():
         if derived.is_part and derived.of and not _is_group(manifest.derived.get(derived.of)):
             raise ValueError(f"leaf {path!r} is a part of a group that is none: {derived}")
@@ -109,8 +113,6 @@ def check_head(manifest: Manifest | ManifestHead) -> None:
 
 def _check_absent(manifest: Manifest) -> None:
     """Check that the tree has ``None`` in place of everything that was removed."""
-    if not manifest.absent:
-        return
     scalars = tree.scalars(manifest.tree)
     if list(manifest.absent) != sorted(set(manifest.absent)) or any(
         scalars.get(path, path) is not None for path in manifest.absent
@@ -354,7 +356,7 @@ def _is_a_shape(shape: tuple[int, ...]) -> bool:
 
 
 class _Needs:
-    """What the leaves of a segment need. Its table must declare exactly that.
+    """The needs of the leaves of a segment. Its table must declare exactly these.
 
     Args:
         seq: The sequence number of the segment.

@@ -228,7 +228,7 @@ class ChainState:
 
     def merged_bytes(self) -> int:
         """Return the bytes of compactions that no manifest states yet."""
-        written_bytes = 0 if self.compactor is None else self.compactor.written_bytes()
+        written_bytes = 0 if self.compactor is None else self.compactor.written_bytes
         return written_bytes - self._stated_bytes
 
     def durable(self, job: SaveJob, ref: SegmentRef | None) -> dict[str, SegmentRef]:

@@ -57,8 +57,8 @@ _RATES = ("learning_rate", "lr")
 _NORMS = ("gradient_norm", "grad_norm")
 
 
-class _Known(NamedTuple):
-    """What a state shows of its optimizers.
+class _Optimizers(NamedTuple):
+    """The optimizers of a state, as far as the state shows them.
 
     Attributes:
         roles: The roles of the leaves.
@@ -108,12 +108,12 @@ class _Known(NamedTuple):
         for parameter in self.roles.parameters:
             group = parameter.group or ""
             largest[group] = max(largest.get(group, 0), counts[parameter.name] or 0)
-        known = {group: rate for group in largest if (rate := self.rates[group].lr) is not None}
-        return peak_rates(peaks, known, largest, events, is_resumed=is_resumed)
+        rates = {group: rate for group in largest if (rate := self.rates[group].lr) is not None}
+        return peak_rates(peaks, rates, largest, events, is_resumed=is_resumed)
 
 
 class Treatment:
-    """The policy of one saver, save after save.
+    """The policy of one saver, which is not exact, save after save.
 
     Args:
         policy: The policy.
@@ -149,14 +149,14 @@ class Treatment:
         """
         if self._policy.hidden is None:
             return None
-        known = self._known(state)
+        optimizers = self._optimizers(state)
         return msgspec.structs.replace(
-            self._signals(step, state, known), scales=self._scales(known.roles, state)
+            self._signals(step, state, optimizers), scales=self._scales(optimizers.roles, state)
         )
 
-    def _signals(self, step: int, state: HeldState, known: _Known) -> Signals:
+    def _signals(self, step: int, state: HeldState, optimizers: _Optimizers) -> Signals:
         """Return the signals of a process that saves alone: without scales."""
-        metrics, run, rates = state.metrics, self._run, known.rates
+        metrics, run, rates = state.metrics, self._run, optimizers.rates
         constants = tuple((group, rate.beta1, rate.beta2) for group, rate in rates.items())
         return Signals(
             loss=metrics.get("loss"),
@@ -166,7 +166,7 @@ class Treatment:
             # The captures of the last save have measured these.
             drifts=tuple(run.drifts),
             events=tuple(
-                (event.what, event.size) for event in known.activity(run, step, state.specs)[1]
+                (event.what, event.size) for event in optimizers.activity(run, step, state.specs)[1]
             ),
         )
 
@@ -184,7 +184,7 @@ class Treatment:
         return Signals(
             drifts=tuple(run.drifts),
             events=(("optimizer", 0.0),) if run.zeroed else (),
-            scales=self._scales(self._known(state).roles, state),
+            scales=self._scales(self._optimizers(state).roles, state),
         )
 
     def _scales(self, leaf_roles: Roles, state: HeldState) -> dict[str, tuple[float, int]]:
@@ -218,9 +218,6 @@ class Treatment:
             The sources that store the leaves as decided, and a function that returns the terms for
             the manifest. These are complete once every source was captured.
         """
-        # The common case must not read a single leaf on the training thread.
-        if self._policy.is_exact:
-            return dict(sources), Terms
         # A leaf is read for others, too, so that all of them read the copy that a training makes.
         sources = {
             path: ViewedLeaf(source).source() if source.is_view else source
@@ -228,22 +225,24 @@ class Treatment:
         }
         agreed = agreed or Agreed()
         state = agreed.held or self._held(sources, tree, metrics)
-        known = self._known(state)
-        counts = known.counts(step)
-        places = self._run.turns_of(known.roles, state.specs)
+        optimizers = self._optimizers(state)
+        counts = optimizers.counts(step)
+        places = self._run.turns_of(optimizers.roles, state.specs)
         # Before any decision: an event of this very step must already end the stable stage.
         signals = agreed.signals
         if signals is None and self._policy.hidden is not None:
-            signals = self._signals(step, state, known)
+            signals = self._signals(step, state, optimizers)
         if signals is not None:
-            self._follow(step, signals, state, known, counts)
+            self._follow(step, signals, state, optimizers, counts)
         layout = Layout({name: source.spec for name, source in sources.items()}, agreed.cuts)
-        known = known._replace(roles=self._settled(known, layout, sources, counts, agreed))
+        optimizers = optimizers._replace(
+            roles=self._settled(optimizers, layout, sources, counts, agreed)
+        )
         if signals is not None and agreed.signals is None:
-            self._keep_scales(self._scales(known.roles, state))
+            self._keep_scales(self._scales(optimizers.roles, state))
         # A first save shows nothing of what is not named.
         is_first = self._run.pairs is None and agreed.signals is None
-        self._note_doubts(step, "" if is_first else self._doubts(known.roles, state.specs))
+        self._note_doubts(step, "" if is_first else self._doubts(optimizers.roles, state.specs))
         save = LossySave(
             self._policy,
             step,
@@ -257,7 +256,9 @@ class Treatment:
         replacements = save.share_equal(
             {path: sources[path] for path in state.numbers if path in sources}
         )
-        replacements |= self._decided(save, sources, layout, state.specs, known, counts, places)
+        replacements |= self._decided(
+            save, sources, layout, state.specs, optimizers, counts, places
+        )
         return dict(sources) | replacements, save.terms
 
     def _decided(
@@ -266,20 +267,26 @@ class Treatment:
         sources: Mapping[str, LeafSource],
         layout: Layout,
         specs: Mapping[str, LeafSpec],
-        known: _Known,
+        optimizers: _Optimizers,
         counts: Mapping[str, int | None],
         places: Mapping[str, float],
     ) -> dict[str, LeafSource]:
         """Return the sources of the leaves of all parameters that are not simply stored."""
         replacements: dict[str, LeafSource] = {}
         self._run.clocks, turns = refresh.due(
-            self._policy, save.stage, known.roles, places, known.rates, counts, self._run.clocks
+            self._policy,
+            save.stage,
+            optimizers.roles,
+            places,
+            optimizers.rates,
+            counts,
+            self._run.clocks,
         )
-        for parameter in known.roles.parameters:
+        for parameter in optimizers.roles.parameters:
             situation = self._situation(
                 save.step,
                 parameter,
-                known.rates,
+                optimizers.rates,
                 counts[parameter.name],
                 is_due=parameter.name in turns,
             )
@@ -300,15 +307,15 @@ class Treatment:
         step: int,
         signals: Signals,
         state: HeldState,
-        known: _Known,
+        optimizers: _Optimizers,
         counts: Mapping[str, int | None],
     ) -> None:
         """Bring all that is known of the run to this save."""
         run = self._run
         is_resumed = run.detector.last is None
         events = tuple(event.what for event in self._observe(step, signals))
-        run.peaks = known.peaks(run.peaks, counts, events, is_resumed=is_resumed)
-        run.activity, _ = known.activity(run, step, state.specs)
+        run.peaks = optimizers.peaks(run.peaks, counts, events, is_resumed=is_resumed)
+        run.activity, _ = optimizers.activity(run, step, state.specs)
         run.zeroed.clear()
         if run.stage.name == STABLE:
             run.seconds.clear()
@@ -352,14 +359,14 @@ class Treatment:
 
     def _settled(
         self,
-        known: _Known,
+        optimizers: _Optimizers,
         layout: Layout,
         sources: Mapping[str, LeafSource],
         counts: Mapping[str, int | None],
         agreed: Agreed,
     ) -> Roles:
         """Return the roles with what content shows of them."""
-        leaf_roles = known.roles
+        leaf_roles = optimizers.roles
         if self._run.stage.name == DEGRADED:
             self._run.pairs = None
             return leaf_roles
@@ -372,7 +379,7 @@ class Treatment:
                 self._reader,
                 leaf_roles,
                 sources,
-                known.rates,
+                optimizers.rates,
                 counts,
                 with_weights=self._has_wide_weights or self._policy.law,
             )
@@ -434,7 +441,7 @@ class Treatment:
         specs = {path: source.spec for path, source in sources.items()}
         return HeldState.of(specs, tree, metrics, lambda path: [self._reader.live(sources[path])])
 
-    def _known(self, state: HeldState) -> _Known:
+    def _optimizers(self, state: HeldState) -> _Optimizers:
         """Return what a state shows of its optimizers."""
         numbers = dict(scalars(state.tree)) | dict(state.numbers)
         leaf_roles = self._find_roles(state.specs, numbers)
@@ -444,7 +451,7 @@ class Treatment:
             group: values if values.lr is not None else replace(values, lr=metric_rate)
             for group, values in groups.items()
         }
-        return _Known(leaf_roles, rates, numbers)
+        return _Optimizers(leaf_roles, rates, numbers)
 
     def _parameter_sources(
         self,
