@@ -278,11 +278,7 @@ class Checkpoints:
         return {path: arrays[path] for path in requested}
 
     def _tile_boxes(
-        self,
-        manifest: Manifest,
-        slices: Slices,
-        owners: Mapping[str, str],
-        partly: Container[str],
+        self, manifest: Manifest, slices: Slices, owners: Mapping[str, str], partly: Container[str]
     ) -> dict[str, tuple[slice, ...]]:
         """Return the box of each tiled leaf of which only this box is needed."""
         tiled = {path: owners[path] for path in slices if owners[path] in manifest.tiles}

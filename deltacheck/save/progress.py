@@ -165,11 +165,6 @@ class Progress:
                 self.state = "failed"
         self._changed.notify()
 
-    def give_receipt(self, receipt: Receipt) -> None:
-        """Record that the step was read back."""
-        self.beat()
-        self.receipt = receipt
-
     def mark_reads_enqueued(self) -> None:
         """Record that every read of the state is enqueued on its device."""
         self.reads_enqueued = True

@@ -304,11 +304,7 @@ def prune(
 
 
 def delete(
-    root: Root,
-    step: int,
-    *,
-    dry_run: bool = False,
-    still_ours: Callable[[], None] | None = None,
+    root: Root, step: int, *, dry_run: bool = False, still_ours: Callable[[], None] | None = None
 ) -> tuple[Checkpoint, ...]:
     """Delete every checkpoint of a training step. Its segments stay until they are collected.
 

@@ -122,7 +122,8 @@ def collect(
         for name in candidates - needed_ids - set(protected)
         if writer_is_dead or layout.seq_of(name) <= newest_seq
     }
-    marks, now = _read_marks(root.store.path), _now()
+    # The time of day may jump while a reader reads. A machine that sleeps stops its readers, too.
+    marks, now = _read_marks(root.store.path), _Mark(boot(), time.monotonic())
     first_marks, late = _timed(unneeded, marks, now, grace_seconds)
     due = sorted(late if is_current else late & marks.keys())
     waiting = tuple(sorted(unneeded - set(due)))
@@ -274,11 +275,6 @@ def _remove(path: Place, durability: Durability) -> bool:
     storage_of(path).remove_tree_with_others()
     durability.sync_directory(path.parent)
     return True
-
-
-def _now() -> _Mark:
-    # The time of day may jump while a reader reads. A machine that sleeps stops its readers, too.
-    return _Mark(boot(), time.monotonic())
 
 
 def boot() -> str:

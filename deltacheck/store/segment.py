@@ -277,8 +277,8 @@ class SegmentWriter:
         return SegmentRef(self.id, document_digest(content), stored_bytes)
 
 
-# Waits for the content of a segment's table, and returns it.
-TableRead: TypeAlias = Callable[[], bytes]
+# Waits for the content of a segment's table, and returns it with the version of its file.
+TableRead: TypeAlias = Callable[[], tuple[bytes | None, object]]
 
 
 def document_digest(content: bytes) -> str:
@@ -289,8 +289,7 @@ def document_digest(content: bytes) -> str:
 def start_table(root: Place, ref: SegmentRef) -> TableRead:
     """Begin to read the table of a segment; a local file is read when the result is asked for."""
     file = root / layout.SEGMENTS / ref.id / "zarr.json"
-    finish = storage_of(file).start_read(documents.MAX_DOCUMENT_BYTES)
-    return lambda: finish()[0] or b""
+    return storage_of(file).start_read(documents.MAX_DOCUMENT_BYTES)
 
 
 class Segment:
@@ -310,7 +309,7 @@ class Segment:
         self.id = ref.id
         self.path = root / layout.SEGMENTS / ref.id
         try:
-            content = (table or start_table(root, ref))()
+            content = (table or start_table(root, ref))()[0] or b""
         except FileNotFoundError:
             raise ChainBroken(
                 f"segment {ref.id} is not in {root}", file=self.path / "zarr.json"

@@ -11,6 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,7 +29,6 @@ from deltacheck.store.manifest import (
     INDEX_ROW_BYTES,
     STAGES,
     TILES,
-    KeyframeAt,
     LeafEntry,
     LeafRecord,
     Manifest,
@@ -355,40 +355,44 @@ def _is_a_shape(shape: tuple[int, ...]) -> bool:
     )
 
 
+@dataclass(slots=True)
 class _Needs:
     """The needs of the leaves of a segment. Its table must declare exactly these.
 
     Args:
         seq: The sequence number of the segment.
-
-    Attributes:
         packed: The ranges of elements in each packed array.
         rows: The ranges of rows in each part.
         raw_bytes: By part, the bytes of the leaves with rows in it.
         digests: The ranges of chunk digests.
+        arrays: The names of arrays of one leaf.
     """
 
-    def __init__(self, seq: int) -> None:
-        self.packed: dict[str, list[tuple[int, int]]] = {}
-        self.rows: dict[int, list[tuple[int, int]]] = {}
-        self.raw_bytes: dict[int, int] = {}
-        self.digests: list[tuple[int, int]] = []
-        self._seq = seq
-        self._arrays: set[str] = set()
+    seq: int
+    packed: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    rows: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    raw_bytes: dict[int, int] = field(default_factory=dict)
+    digests: list[tuple[int, int]] = field(default_factory=list)
+    arrays: set[str] = field(default_factory=set)
 
     def add(self, path: str, entry: LeafEntry) -> None:
-        """Add what a leaf needs. Raise an error if no leaf can have such an entry."""
+        """Add the needs of a leaf. Raise an error if no leaf can have such an entry."""
         form = _check_leaf(path, entry)
-        stored_rows = form.chunks
-        if (entry.key is None) == (not entry.delta):
+        key, stored_rows = entry.key, form.chunks
+        if (key is None) == (not entry.delta):
             raise ValueError(f"leaf {path!r} must be either a keyframe or a delta")
-        if entry.key is None:
+        if key is None:
             stored_rows = self._add_delta(path, entry, form)
-        elif entry.key.array:
-            self._add_array(path, entry.key.array, len(entry.shape))
+        elif key.array:
+            self._add_array(path, key.array, len(entry.shape))
+        elif key.packed == form.storage:
+            self.packed.setdefault(key.packed, []).append((key.offset, form.elements))
         else:
-            self._add_packed(path, entry.key, form)
-        if entry.since != -1 and not (entry.base and 0 <= entry.since <= self._seq):
+            raise ValueError(
+                f"leaf {path!r} is packed as {key.packed!r}, but its type is stored as"
+                f" {form.storage!r}"
+            )
+        if entry.since != -1 and not (entry.base and 0 <= entry.since <= self.seq):
             raise ValueError(f"leaf {path!r} cannot replace entries since {entry.since}")
         self.digests.append((entry.digests, stored_rows))
 
@@ -404,21 +408,13 @@ class _Needs:
         return stored_rows
 
     def _add_array(self, path: str, name: str, axes: int) -> None:
-        if name in self._arrays or not layout.is_array_name(name):
+        if name in self.arrays or not layout.is_array_name(name):
             raise ValueError(f"{name!r} is not an array name, or stands twice")
         if axes > _MAX_ARRAY_RANK:
             raise ValueError(
                 f"leaf {path!r} is an array of {axes} axes, more than {_MAX_ARRAY_RANK}"
             )
-        self._arrays.add(name)
-
-    def _add_packed(self, path: str, key: KeyframeAt, form: _Form) -> None:
-        if key.packed != form.storage:
-            raise ValueError(
-                f"leaf {path!r} is packed as {key.packed!r}, but its type is stored as"
-                f" {form.storage!r}"
-            )
-        self.packed.setdefault(key.packed, []).append((key.offset, form.elements))
+        self.arrays.add(name)
 
 
 def check_segment(table: SegmentTable) -> None:

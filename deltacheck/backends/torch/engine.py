@@ -181,12 +181,7 @@ class Engine:
             progress_of(handle).blocking_seconds += flattening_seconds
             return handle
 
-    def _save(
-        self,
-        step: int,
-        flat: tree.Flat,
-        metrics: Mapping[str, float] | None,
-    ) -> SaveHandle:
+    def _save(self, step: int, flat: tree.Flat, metrics: Mapping[str, float] | None) -> SaveHandle:
         """Save a flattened state."""
         step = step_number(step)
         self._open.await_arrival()

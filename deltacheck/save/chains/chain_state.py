@@ -182,11 +182,7 @@ class ChainState:
 
     # --- during a save, in this order -------------------------------------------------------------
 
-    def begin(
-        self,
-        paths: Collection[str],
-        make_job: Callable[[ChainTurn], SaveJob],
-    ) -> SaveJob:
+    def begin(self, paths: Collection[str], make_job: Callable[[ChainTurn], SaveJob]) -> SaveJob:
         """Begin a save on these chains. Every earlier save must be encoded.
 
         Args:

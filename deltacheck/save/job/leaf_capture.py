@@ -24,7 +24,7 @@ from deltacheck.errors import SaveFailed
 from deltacheck.leaf.digest import chunk_digests, digest_of
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import Policy, keyframes
-from deltacheck.save.job.leaf_state import LeafSave, LeafState
+from deltacheck.save.job.leaf_state import LeafSave, LeafState, await_write
 from deltacheck.save.job.part_writer import EncodedChunks, PartWriter, Span
 from deltacheck.save.job.sampled_sizes import sampled_sizes
 from deltacheck.save.job.setup import Setup
@@ -115,9 +115,10 @@ class LeafCapture:
         path = source.spec.path
         leaf, state = self._leaves[path], self._states.get(path)
         leaf.is_captured = True
-        if state is not None:
+        if state is not None and state.base_write is not None:
             # The last keyframe may still be written from the memory that is updated now.
-            state.free_base(self._setup.options.io_timeout_seconds)
+            await_write(state.base_write, self._setup.options.io_timeout_seconds)
+            state.base_write = None
         content = source.current()
         is_coded = isinstance(content, Coded)
         coded = content if isinstance(content, Coded) else Coded(source.spec, content)

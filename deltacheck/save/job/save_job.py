@@ -98,11 +98,6 @@ class SaveJob:
         progress.while_awaited = self._hasten
         self.segment = SegmentBuilder(setup, self.writer, progress, cache_bytes)
 
-    @property
-    def live_digests(self) -> dict[str, str]:
-        """Digests of the captured leaves by path, if the save is read back."""
-        return {path: leaf.live_digest for path, leaf in self.leaves.items() if leaf.live_digest}
-
     def capture(self, sources: deque[LeafSource]) -> None:
         """Bring the shadow to the present content of ``sources``, and empty them."""
         self._capture.capture(sources)

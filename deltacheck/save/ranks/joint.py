@@ -41,12 +41,7 @@ from deltacheck.save.treatment.signals import Agreed, HeldState, Signals, combin
 from deltacheck.store import compact, layout
 from deltacheck.store.documents import Written
 from deltacheck.store.lock.interrupts import Lock
-from deltacheck.store.manifest import (
-    LeafRecord,
-    Manifest,
-    SegmentRef,
-    Tiles,
-)
+from deltacheck.store.manifest import LeafRecord, Manifest, SegmentRef, Tiles
 from deltacheck.store.roots.store import Store
 
 # Hexadecimal digits of a tile's digest.
@@ -533,7 +528,7 @@ def merged(
     # Segments of a manifest ascend by name (docs/reference/format.md, section 3), and lanes refer
     # to their positions.
     segment_numbers = {name: number for number, name in enumerate(sorted(refs))}
-    leaves, tiles = _leaves_of_plan(plan, rules, manifest.step)
+    leaves, tiles, derived = _leaves_of_plan(plan, rules, manifest.step)
     is_left = _left_to_tables(plan, tiles)
     _add_digests(leaves, tiles, plan, reported.digests(is_left), is_left)
     contracts = promises_of_leaves(rules, manifest.step)
@@ -545,7 +540,7 @@ def merged(
         lanes=tuple(
             tuple(sorted(segment_numbers[ref.id] for ref in report.segments)) for report in reports
         ),
-        derived=_derived_leaves(plan, rules),
+        derived=derived,
         contracts=contracts,
         merged_bytes=sum(report.merged_bytes for report in reports),
         contract=weakest_of(contracts.values()),
@@ -649,31 +644,25 @@ def _add_digests(
             tiles[path] = msgspec.structs.replace(tiles[path], digests=text)
 
 
-def _derived_leaves(plan: Plan, rules: Sequence[RankRules]) -> dict[str, Derived]:
-    """Return the rules of whole leaves, each as its writer has reported it."""
-    writers = {
-        path: rules[int(leaf_plan.owners[0])]
-        for path, leaf_plan in plan.items()
-        if leaf_plan.cuts is None
-    }
-    return {
-        path: writer.derived[path] for path, writer in writers.items() if path in writer.derived
-    }
-
-
 def _leaves_of_plan(
     plan: Plan, rules: Sequence[RankRules], step: int
-) -> tuple[dict[str, LeafRecord], dict[str, Tiles]]:
-    """Return what is stored of whole leaves, and the leaves in tiles; both without digests."""
+) -> tuple[dict[str, LeafRecord], dict[str, Tiles], dict[str, Derived]]:
+    """Return what is stored of whole leaves, the leaves in tiles, and the rules of whole leaves.
+
+    The first two have no digests.
+    """
     whole_leaves: dict[str, LeafRecord] = {}
     tiles: dict[str, Tiles] = {}
+    derived: dict[str, Derived] = {}
     # Many leaves have the same owners, and share one object.
     owners_by_bytes: dict[bytes, tuple[int, ...]] = {}
     for path, leaf_plan in plan.items():
         if leaf_plan.cuts is None:
             owner = int(leaf_plan.owners[0])
-            is_derived = path in rules[owner].derived
-            dtype = rules[owner].codes.get(path, "") if is_derived else leaf_plan.dtype
+            dtype = leaf_plan.dtype
+            if path in rules[owner].derived:
+                derived[path] = rules[owner].derived[path]
+                dtype = rules[owner].codes.get(path, "")
             if dtype:
                 spec = LeafSpec.of(path, leaf_plan.shape, dtype)
                 whole_leaves[path] = LeafRecord(spec.dtype, spec.shape, spec.chunk, "", owner)
@@ -684,7 +673,7 @@ def _leaves_of_plan(
                 owners = owners_by_bytes[key] = tuple(leaf_plan.owners.tolist())
             tiled = Tiles(leaf_plan.dtype, leaf_plan.cuts, "", owners)
             tiles[path] = rules_of_tiles(tiled, path, owners, rules, step)
-    return whole_leaves, tiles
+    return whole_leaves, tiles, derived
 
 
 def _left_digests(digests: str, is_left: NDArray[np.bool_]) -> str:

@@ -35,19 +35,13 @@ from deltacheck.policy.parameters import (
 from deltacheck.policy.stage import DEGRADED, STABLE, SaveObservation, Stage, advance, explain
 from deltacheck.save.job.manifest_builder import Terms
 from deltacheck.save.job.source import LeafSource, ViewedLeaf
-from deltacheck.save.treatment.cells import Cell, Layout
+from deltacheck.save.treatment.cells import Layout
 from deltacheck.save.treatment.law_capture import LawCapture
 from deltacheck.save.treatment.lossy_save import LossySave, ParameterSave, read_together
 from deltacheck.save.treatment.moment_capture import MomentCapture
 from deltacheck.save.treatment.proof import paired, proven
 from deltacheck.save.treatment.run_state import LeafReader, RunState, Shadow
-from deltacheck.save.treatment.signals import (
-    Agreed,
-    HeldState,
-    Signals,
-    layout_text,
-    scale_of,
-)
+from deltacheck.save.treatment.signals import Agreed, HeldState, Signals, layout_text, scale_of
 from deltacheck.save.treatment.weight_capture import WeightCapture
 
 log = logging.getLogger("deltacheck")
@@ -64,19 +58,13 @@ class _Optimizers(NamedTuple):
         roles: The roles of the leaves.
         rates: The hyperparameters of each parameter group.
         numbers: All numbers of the state, by path.
+        counts: The step count of each parameter's optimizer, by the name of the parameter.
     """
 
     roles: Roles
     rates: Mapping[str, Hyperparameters]
     numbers: Mapping[str, object]
-
-    def counts(self, step: int) -> dict[str, int | None]:
-        """Return the step count of each parameter's optimizer, by the name of the parameter."""
-        # Without a count, the step is the best estimate of the number of updates.
-        return {
-            parameter.name: _as_count(self.numbers.get(parameter.count or "", step))
-            for parameter in self.roles.parameters
-        }
+    counts: Mapping[str, int | None]
 
     def activity(
         self, run: RunState, step: int, specs: Mapping[str, LeafSpec]
@@ -96,18 +84,13 @@ class _Optimizers(NamedTuple):
         return activity, events
 
     def peaks(
-        self,
-        peaks: Mapping[str, PeakRate],
-        counts: Mapping[str, int | None],
-        events: Sequence[str],
-        *,
-        is_resumed: bool,
+        self, peaks: Mapping[str, PeakRate], events: Sequence[str], *, is_resumed: bool
     ) -> dict[str, PeakRate]:
         """Return the course of the learning rate of each parameter group, with this save."""
         largest: dict[str, int] = {}
         for parameter in self.roles.parameters:
             group = parameter.group or ""
-            largest[group] = max(largest.get(group, 0), counts[parameter.name] or 0)
+            largest[group] = max(largest.get(group, 0), self.counts[parameter.name] or 0)
         rates = {group: rate for group in largest if (rate := self.rates[group].lr) is not None}
         return peak_rates(peaks, rates, largest, events, is_resumed=is_resumed)
 
@@ -149,7 +132,7 @@ class Treatment:
         """
         if self._policy.hidden is None:
             return None
-        optimizers = self._optimizers(state)
+        optimizers = self._optimizers(step, state)
         return msgspec.structs.replace(
             self._signals(step, state, optimizers), scales=self._scales(optimizers.roles, state)
         )
@@ -184,7 +167,7 @@ class Treatment:
         return Signals(
             drifts=tuple(run.drifts),
             events=(("optimizer", 0.0),) if run.zeroed else (),
-            scales=self._scales(self._optimizers(state).roles, state),
+            scales=self._scales(self._optimizers(0, state).roles, state),
         )
 
     def _scales(self, leaf_roles: Roles, state: HeldState) -> dict[str, tuple[float, int]]:
@@ -225,24 +208,23 @@ class Treatment:
         }
         agreed = agreed or Agreed()
         state = agreed.held or self._held(sources, tree, metrics)
-        optimizers = self._optimizers(state)
-        counts = optimizers.counts(step)
+        optimizers = self._optimizers(step, state)
         places = self._run.turns_of(optimizers.roles, state.specs)
         # Before any decision: an event of this very step must already end the stable stage.
-        signals = agreed.signals
-        if signals is None and self._policy.hidden is not None:
-            signals = self._signals(step, state, optimizers)
-        if signals is not None:
-            self._follow(step, signals, state, optimizers, counts)
+        if self._policy.hidden is not None:
+            signals = agreed.signals or self._signals(step, state, optimizers)
+            self._follow(step, signals, state, optimizers)
         layout = Layout({name: source.spec for name, source in sources.items()}, agreed.cuts)
-        optimizers = optimizers._replace(
-            roles=self._settled(optimizers, layout, sources, counts, agreed)
-        )
-        if signals is not None and agreed.signals is None:
+        settled = self._settled(optimizers, layout, sources, agreed)
+        optimizers = optimizers._replace(roles=settled)
+        if self._policy.hidden is not None and agreed.signals is None:
             self._keep_scales(self._scales(optimizers.roles, state))
         # A first save shows nothing of what is not named.
         is_first = self._run.pairs is None and agreed.signals is None
-        self._note_doubts(step, "" if is_first else self._doubts(optimizers.roles, state.specs))
+        doubts = "" if is_first else self._doubts(optimizers.roles, state.specs)
+        if doubts and doubts != self._run.doubts:
+            log.warning("step %d: %s", step, doubts)
+        self._run.doubts = doubts
         save = LossySave(
             self._policy,
             step,
@@ -250,15 +232,13 @@ class Treatment:
             self._run,
             self._reader,
             agreed.digests,
-            reason="; ".join(filter(None, (self._run.reason, self._run.doubts))),
+            reason="; ".join(filter(None, (self._run.reason, doubts))),
             rates=self._run.peaks,
         )
         replacements = save.share_equal(
             {path: sources[path] for path in state.numbers if path in sources}
         )
-        replacements |= self._decided(
-            save, sources, layout, state.specs, optimizers, counts, places
-        )
+        replacements |= self._decided(save, sources, layout, state.specs, optimizers, places)
         return dict(sources) | replacements, save.terms
 
     def _decided(
@@ -268,101 +248,58 @@ class Treatment:
         layout: Layout,
         specs: Mapping[str, LeafSpec],
         optimizers: _Optimizers,
-        counts: Mapping[str, int | None],
         places: Mapping[str, float],
     ) -> dict[str, LeafSource]:
         """Return the sources of the leaves of all parameters that are not simply stored."""
+        run, rates, counts = self._run, optimizers.rates, optimizers.counts
         replacements: dict[str, LeafSource] = {}
-        self._run.clocks, turns = refresh.due(
-            self._policy,
-            save.stage,
-            optimizers.roles,
-            places,
-            optimizers.rates,
-            counts,
-            self._run.clocks,
+        run.clocks, turns = refresh.due(
+            self._policy, save.stage, optimizers.roles, places, rates, counts, run.clocks
         )
         for parameter in optimizers.roles.parameters:
-            situation = self._situation(
-                save.step,
-                parameter,
-                optimizers.rates,
+            wide_weight = self._wide_weight(parameter)
+            groups = (parameter.group or "", *parameter.rivals)
+            slowest = min(groups, key=lambda group: self._unit(group, rates))
+            situation = Situation(
+                replace(rates[parameter.group or ""], lr=rates[slowest].lr),
                 counts[parameter.name],
-                is_due=parameter.name in turns,
+                run.lattices.get(wide_weight),
+                run.scales.get(wide_weight, 0.0),
+                parameter.name in turns,
+                run.phases_at(save.step),
+                self._peak(slowest),
+                bool(parameter.rivals),
             )
             decisions = decide(self._policy, save.stage, parameter, specs, situation)
+            decision = decisions.get(wide_weight)
             for cell in layout.cells(parameter.leaves):
+                cell_parameter = cell.parameter(parameter)
                 replacements |= self._parameter_sources(
-                    save,
-                    cell.parameter(parameter),
-                    situation,
-                    cell.decisions(parameter, decisions),
-                    sources,
+                    save, cell_parameter, situation, cell.decisions(parameter, decisions), sources
                 )
-                self._keep_lattice(cell, self._wide_weight(parameter), decisions)
+                if cell.suffix and decision is not None and decision.spacing:
+                    # As decided and not as captured, so that it is the same on every rank.
+                    run.keep_lattice(wide_weight, decision)
         return replacements
 
     def _follow(
-        self,
-        step: int,
-        signals: Signals,
-        state: HeldState,
-        optimizers: _Optimizers,
-        counts: Mapping[str, int | None],
+        self, step: int, signals: Signals, state: HeldState, optimizers: _Optimizers
     ) -> None:
         """Bring all that is known of the run to this save."""
         run = self._run
         is_resumed = run.detector.last is None
         events = tuple(event.what for event in self._observe(step, signals))
-        run.peaks = optimizers.peaks(run.peaks, counts, events, is_resumed=is_resumed)
+        run.peaks = optimizers.peaks(run.peaks, events, is_resumed=is_resumed)
         run.activity, _ = optimizers.activity(run, step, state.specs)
         run.zeroed.clear()
         if run.stage.name == STABLE:
             run.seconds.clear()
-
-    def _note_doubts(self, step: int, doubts: str) -> None:
-        """Keep what is not known of master weights, and log it once."""
-        if doubts and doubts != self._run.doubts:
-            log.warning("step %d: %s", step, doubts)
-        self._run.doubts = doubts
-
-    def _situation(
-        self,
-        step: int,
-        parameter: Parameter,
-        rates: Mapping[str, Hyperparameters],
-        count: int | None,
-        *,
-        is_due: bool,
-    ) -> Situation:
-        """Return what the decisions on the leaves of a parameter depend on, beside their forms."""
-        wide_weight = self._wide_weight(parameter)
-        groups = (parameter.group or "", *parameter.rivals)
-        slowest = min(groups, key=lambda group: self._unit(group, rates))
-        return Situation(
-            replace(rates[parameter.group or ""], lr=rates[slowest].lr),
-            count,
-            self._run.lattices.get(wide_weight),
-            self._run.scales.get(wide_weight, 0.0),
-            is_due,
-            self._run.phases_at(step),
-            self._peak(slowest),
-            bool(parameter.rivals),
-        )
-
-    def _keep_lattice(self, cell: Cell, path: str, decisions: Mapping[str, Decision]) -> None:
-        """Keep the lattice of a master in tiles for the next saves."""
-        decision = decisions.get(path)
-        if cell.suffix and decision is not None and decision.spacing:
-            # As decided and not as captured, so that it is the same on every rank.
-            self._run.keep_lattice(path, decision)
 
     def _settled(
         self,
         optimizers: _Optimizers,
         layout: Layout,
         sources: Mapping[str, LeafSource],
-        counts: Mapping[str, int | None],
         agreed: Agreed,
     ) -> Roles:
         """Return the roles with what content shows of them."""
@@ -380,7 +317,7 @@ class Treatment:
                 leaf_roles,
                 sources,
                 optimizers.rates,
-                counts,
+                optimizers.counts,
                 with_weights=self._has_wide_weights or self._policy.law,
             )
         return proven(self._run, self._reader, leaf_roles, layout, sources)
@@ -441,7 +378,7 @@ class Treatment:
         specs = {path: source.spec for path, source in sources.items()}
         return HeldState.of(specs, tree, metrics, lambda path: [self._reader.live(sources[path])])
 
-    def _optimizers(self, state: HeldState) -> _Optimizers:
+    def _optimizers(self, step: int, state: HeldState) -> _Optimizers:
         """Return what a state shows of its optimizers."""
         numbers = dict(scalars(state.tree)) | dict(state.numbers)
         leaf_roles = self._find_roles(state.specs, numbers)
@@ -451,7 +388,12 @@ class Treatment:
             group: values if values.lr is not None else replace(values, lr=metric_rate)
             for group, values in groups.items()
         }
-        return _Optimizers(leaf_roles, rates, numbers)
+        # Without a count, the step is the best estimate of the number of updates.
+        counts = {
+            parameter.name: _as_count(numbers.get(parameter.count or "", step))
+            for parameter in leaf_roles.parameters
+        }
+        return _Optimizers(leaf_roles, rates, numbers, counts)
 
     def _parameter_sources(
         self,
@@ -562,11 +504,7 @@ def _observation(step: int, signals: Signals, run_events: Sequence[Event]) -> Sa
 
 
 def _capture_of(
-    path: str,
-    decision: Decision,
-    weights: WeightCapture,
-    moments: MomentCapture,
-    law: LawCapture,
+    path: str, decision: Decision, weights: WeightCapture, moments: MomentCapture, law: LawCapture
 ) -> Callable[[], Any]:
     """Return the function that captures a leaf as decided."""
     match decision.how:

@@ -290,9 +290,7 @@ class OpenSession:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        open_session: Callable[[Callable[[], None]], Session],
+        self, settings: Settings, open_session: Callable[[Callable[[], None]], Session]
     ) -> None:
         # Only an exact policy reads each leaf once and in order, so that leaves can be copied
         # ahead.
