@@ -127,7 +127,7 @@ class LeafCapture:
             # A derived leaf has no chain: its next stored form must be a keyframe.
             self._states.pop(path, None)
             return None
-        state = leaf.state = self._state_of(path, coded.spec, stays=coded.data is None)
+        state = leaf.state = _chain_of(self._states, path, coded.spec, stays=coded.data is None)
         state.is_group = coded.law is not None
         if not is_coded and self._is_stored_whole(state, content):
             self._capture_whole(leaf, state, source, content)
@@ -138,27 +138,6 @@ class LeafCapture:
                 return _GroupMember(leaf, state, source, joined, is_coded)
         source.check(state.base, is_coded=is_coded)
         return None
-
-    def _state_of(self, path: str, spec: LeafSpec, *, stays: bool) -> LeafState:
-        """Return the chain of a leaf, a new one if it has none of this form.
-
-        Args:
-            path: The leaf.
-            spec: The form of what is stored.
-            stays: What is stored stays as it is.
-
-        Raises:
-            SaveFailed: It was to stay, and the leaf has no such chain.
-        """
-        state = self._states.get(path)
-        if state is not None and state.spec == spec:
-            return state
-        if stays:
-            raise SaveFailed(
-                f"leaf {path!r} was to stay as it is, but an earlier save that failed took it along"
-            )
-        state = self._states[path] = LeafState(spec, spec.bounds())
-        return state
 
     def _encode_alone(self, leaf: LeafSave, state: LeafState, coded: Coded) -> Any:
         """Encode a leaf, or return its content if it is to be encoded together with others."""
@@ -355,6 +334,29 @@ class LeafCapture:
         for member in group:
             if member.source.check_content is not None and not member.is_coded:
                 member.source.check_content(member.state.base)
+
+
+def _chain_of(states: dict[str, LeafState], path: str, spec: LeafSpec, *, stays: bool) -> LeafState:
+    """Return the chain of a leaf, a new one if it has none of this form.
+
+    Args:
+        states: The saver's chains by path; a new one is added.
+        path: The leaf.
+        spec: The form of what is stored.
+        stays: What is stored stays as it is.
+
+    Raises:
+        SaveFailed: It was to stay, and the leaf has no such chain.
+    """
+    state = states.get(path)
+    if state is not None and state.spec == spec:
+        return state
+    if stays:
+        raise SaveFailed(
+            f"leaf {path!r} was to stay as it is, but an earlier save that failed took it along"
+        )
+    state = states[path] = LeafState(spec, spec.bounds())
+    return state
 
 
 def _encode_small(parts: PartWriter, policy: Policy, members: Sequence[_GroupMember]) -> None:

@@ -138,9 +138,9 @@ class Root:
         # A damaged manifest may be the step that is meant: any of them if none matches, a newer one
         # if the newest is asked for.
         if not matching:
-            self._refuse_damaged(damaged, step)
+            _refuse_damaged(self, damaged, step)
         elif step is None:
-            self._refuse_damaged(damaged, step, checkpoints[-1].manifest_path)
+            _refuse_damaged(self, damaged, step, checkpoints[-1].manifest_path)
         if not matching:
             raise StepNotFound(
                 f"{self.path} has no step {'at all' if step is None else step}."
@@ -148,27 +148,8 @@ class Root:
             )
         match = max(matching, key=lambda ref: ref.seq)
         if self.is_manager_root and self._item is None:
-            self._require_one_item([ref for ref in matching if ref.step == match.step])
+            _require_one_item(self, [ref for ref in matching if ref.step == match.step])
         return self.read(match.manifest_path)
-
-    def _refuse_damaged(
-        self, damaged: Errors, step: int | None, newer_than: Place | None = None
-    ) -> None:
-        """Raise the error of the newest damaged manifest, if one is newer than another manifest."""
-        suspects = [p for p in damaged if newer_than is None or _age(p) > _age(newer_than)]
-        if suspects:
-            error = damaged[max(suspects, key=_age)]
-            target = "the newest step" if step is None else f"step {step}"
-            raise type(error)(f"{target} of {self.path}: {error}. {way_out(whole_steps(self))}")
-
-    def _require_one_item(self, saves: Sequence[StepRef]) -> None:
-        """Raise ``StepNotFound`` if a step of a manager root has several items of ours."""
-        items = sorted({ref.manifest_path.parent.name for ref in saves})
-        if len(items) > 1:
-            raise StepNotFound(
-                f"step {saves[0].step} of {self.path} has the items {', '.join(items)}; say which:"
-                " open(root, item=...) or --item"
-            )
 
     def _tagged(self, name: str) -> Manifest:
         """Return the manifest of a tag's save, even if its step number was saved again since."""
@@ -351,6 +332,27 @@ class Root:
         if self.is_manager_root:
             used_seqs += [ref.seq for ref in self.checkpoints()]
         return max(used_seqs, default=-1) + 1
+
+
+def _refuse_damaged(
+    root: Root, damaged: Errors, step: int | None, newer_than: Place | None = None
+) -> None:
+    """Raise the error of the newest damaged manifest, if one is newer than another manifest."""
+    suspects = [p for p in damaged if newer_than is None or _age(p) > _age(newer_than)]
+    if suspects:
+        error = damaged[max(suspects, key=_age)]
+        target = "the newest step" if step is None else f"step {step}"
+        raise type(error)(f"{target} of {root.path}: {error}. {way_out(whole_steps(root))}")
+
+
+def _require_one_item(root: Root, saves: Sequence[StepRef]) -> None:
+    """Raise ``StepNotFound`` if a step of a manager root has several items of ours."""
+    items = sorted({ref.manifest_path.parent.name for ref in saves})
+    if len(items) > 1:
+        raise StepNotFound(
+            f"step {saves[0].step} of {root.path} has the items {', '.join(items)}; say which:"
+            " open(root, item=...) or --item"
+        )
 
 
 def newest_brief(root: Root) -> Brief | None:
