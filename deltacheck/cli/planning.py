@@ -13,7 +13,6 @@ import typer
 from deltacheck.cli import output, replays
 from deltacheck.cli.arguments import Item, Json, RootOnly, parse
 from deltacheck.cli.output import Column, Row
-from deltacheck.cli.profiling import TrialOptions
 from deltacheck.cli.replays import Replays
 
 if TYPE_CHECKING:
@@ -45,14 +44,6 @@ _Profile: TypeAlias = Annotated[
         ),
     ),
 ]
-_Factory: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE.py:FACTORY",
-        help="Also train on from what each policy restores, and compare the progress.",
-    ),
-]
-_Seed: TypeAlias = Annotated[int, typer.Option(metavar="N", help="Seed of the recorded run.")]
 _MtbfHours: TypeAlias = Annotated[
     float, typer.Option(min=0, metavar="H", help="Mean time between failures of the whole job.")
 ]
@@ -124,8 +115,6 @@ def plan(  # noqa: PLR0913 - one argument per option
     words: RootOnly = None,
     policy: _Policy = None,
     profile: _Profile = None,
-    factory: _Factory = None,
-    seed: _Seed = 1,
     mtbf_hours: _MtbfHours = 24.0,
     step_seconds: _StepSeconds = None,
     restart_seconds: _RestartSeconds = 60.0,
@@ -141,11 +130,9 @@ def plan(  # noqa: PLR0913 - one argument per option
 ) -> None:
     """Predict bytes, blocking and restore time, the best interval, and whether deltas pay.
 
-    With --policy: also measure what policies write for recorded checkpoints, and what they restore.
+    With --policy: also measure what policies write for recorded checkpoints, and their errors.
     """
     names = policy or []
-    if not names and factory:
-        raise typer.BadParameter("--factory goes with --policy")
     # The option accepts its minimum, 0, for which there is no best interval.
     if not mtbf_hours:
         raise typer.BadParameter("--mtbf-hours must be more than 0")
@@ -158,9 +145,8 @@ def plan(  # noqa: PLR0913 - one argument per option
     policies = replays.policies_of(names, profile)
     measured: Replays | None = None
     if names:
-        trial = None if factory is None else TrialOptions(factory, seed)
         with tempfile.TemporaryDirectory(prefix="deltacheck-plan-") as folder:
-            measured = replays.measure(source, item, policies, interval_steps, trial, Path(folder))
+            measured = replays.measure(source, item, policies, interval_steps, Path(folder))
     planned: _Plan | None = None
     if predicts:
         job = _Job(

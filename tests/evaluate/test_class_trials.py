@@ -1,4 +1,4 @@
-"""Trials of restored states: the quality of a plan, and the sensitivity of a profile."""
+"""Trials of restored states: the sensitivity of a profile."""
 
 from __future__ import annotations
 
@@ -82,26 +82,12 @@ def test_post_training_keeps_a_rejected_class_exact(run: Path, tmp_path: Path) -
     assert saved(masters=True, moments=False) == {MASTER}
 
 
-def test_a_plan_measures_lost_steps_beside_the_noise(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["plan", str(run), "--factory", f"{FACTORY}:adam", "--policy"]
-    policies = ("auto:moments=bounded", "auto:max_drift_octaves=7")
-    assert main([*words, policies[0], "--policy", policies[1], "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["trial_step"] > 0
-    quality = {row["name"]: row for row in document["quality"]}
-    fresh, old = (quality[name] for name in policies)
-    # With an old m, the first steps after the restore go elsewhere.
-    assert old["lost_steps"] > fresh["lost_steps"] + 0.5
-    assert old["noise_sd"] == fresh["noise_sd"] > 0
-
-
 def test_a_run_without_other_data_has_no_noise(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delattr(eval_workload.Adam, "reorder")
-    assert main(["plan", str(run), "--factory", f"{FACTORY}:adam", "--policy", "auto"]) == 2
+    words = ["profile", str(run), "-o", str(tmp_path / "profile.json")]
+    assert main([*words, "--sensitivity", f"{FACTORY}:adam"]) == 2
     assert "has no method reorder(seed)" in capsys.readouterr().err
 
 

@@ -454,12 +454,11 @@ def test_the_command_plans_from_a_profile(
         ),
         ([*SPEEDS, "--policy", "lossy"], "'lossy' is no policy"),
         (["--policy", "auto", SPEEDS[0]], "or give --speed read=B --speed encode=B"),
-        (["--factory", "FILE.py:make"], "--factory goes with --policy"),
         ([*SPEEDS[1:], "--speed=write=0"], "such as write=1e9, not 'write=0'"),
         ([*SPEEDS, "--mtbf-hours", "0"], "--mtbf-hours must be more than 0"),
         ([*SPEEDS, "--profile", "PROFILE"], "--step-seconds is needed"),
     ],
-    ids=["no speed", "policy", "one speed", "no policy", "speed of nothing", "failures", "steps"],
+    ids=["no speed", "policy", "one speed", "speed of nothing", "failures", "steps"],
 )
 def test_misuse_of_plan_names_the_way_out(
     line: list[str],

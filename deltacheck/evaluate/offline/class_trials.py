@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from deltacheck.backends.profiler import backend_of
-from deltacheck.evaluate.offline.policy_replay import replay
-from deltacheck.evaluate.offline.quality import Trials, hardest_step
+from deltacheck.errors import StepNotFound
+from deltacheck.evaluate.offline.policy_replay import PolicyReplay, replay
 from deltacheck.evaluate.offline.recorded import Recorded
+from deltacheck.evaluate.offline.trials import Trials
 from deltacheck.evaluate.workload import saving_module
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import Policy, roles
@@ -46,7 +47,7 @@ def class_sensitivity(
     """
     policies = {_EXACT: Policy.exact(), _LOSSY: Policy.auto(derive=False)}
     exact, lossy = replay(checkpoints, policies, folder)
-    step = hardest_step([lossy])
+    step = hardest_step(lossy)
     backend = saving_module(backend_of(like))
     state, restored = (backend.load(result.root, step, like) for result in (exact, lossy))
     classes = classes_of(open_root(lossy.root).manifest(step))
@@ -59,6 +60,25 @@ def class_sensitivity(
         _judged(verdict, tuple(sorted(classes[verdict.name])), step, trials.steps)
         for verdict in verdicts
     )
+
+
+def hardest_step(result: PolicyReplay) -> int:
+    """Return the step at which reused leaves are oldest, else the newest that is not exact.
+
+    Raises:
+        StepNotFound: The policy kept every step exactly.
+    """
+    ages = {
+        step.step: max(contract.age_steps for contract in step.held)
+        for step in result.steps
+        if step.held
+    }
+    if not ages:
+        raise StepNotFound(
+            "the policy keeps every recorded step exactly, so there is no harm to measure; record"
+            " more steps"
+        )
+    return max(ages, key=lambda step: (ages[step], step))
 
 
 def classes_of(manifest: Manifest) -> dict[str, set[str]]:
