@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.arguments import Json, as_misuse, needing, working_folder
+from deltacheck.cli.arguments import Json, as_misuse, working_folder
 from deltacheck.cli.evaluation.evaluation_tables import print_evaluation
 from deltacheck.cli.output import Row
 
@@ -104,9 +104,6 @@ _Quick: TypeAlias = Annotated[
         help="12 steps and one kill. The figures have no meaning.",
     ),
 ]
-_Html: TypeAlias = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Also write a page with figures.")
-]
 _Keep: TypeAlias = Annotated[
     Path | None,
     typer.Option(metavar="FOLDER", help="Work in this new or empty folder, and keep its files."),
@@ -124,7 +121,6 @@ def evaluate(  # noqa: PLR0913 - one argument per option
     noise_seeds: _NoiseSeeds = 6,
     chain: _Chain = 0,
     quick: _Quick = False,
-    html: _Html = None,
     keep: _Keep = None,
     as_json: Json = False,
 ) -> None:
@@ -180,9 +176,6 @@ def evaluate(  # noqa: PLR0913 - one argument per option
     judgement = judge(evidence)
     seconds = time.time() - start
     command = shlex.join(["deltacheck", *sys.argv[1:]])
-    # The page is written before the verdict decides the exit code, as it shows why a claim fails.
-    if html is not None:
-        _write_page(html, evidence, judgement, description, command)
     if as_json:
         output.print_json(document(evidence, judgement, description, command, seconds))
     else:
@@ -245,43 +238,6 @@ def document(
         "quality": verdict["quality"],
         "unkilled": [without_digests(ending) for ending in content["unkilled"]],
     }
-
-
-def _write_page(
-    file: Path, evidence: Evidence, judgement: Judgement, machine: dict[str, Any], command: str
-) -> None:
-    """Write the page of an evaluation."""
-    with needing("matplotlib", "a page"):
-        from deltacheck.evaluate import drawings
-        from deltacheck.report import page
-    final = judgement.quality.final
-    facts = {
-        "verdict": "holds"
-        if judgement.holds
-        else "undecided"
-        if judgement.is_undecided
-        else "does not hold",
-        "recovery": f"{judgement.correctness.held} of {judgement.correctness.trials}",
-        "a save": f"{output.share(judgement.size.later.median)} of {evidence.peer}",
-        "training waits": f"{judgement.latency.blocking.median:.2f} of {evidence.peer}",
-        "quality": final.verdict,
-        "policy": evidence.plan.policy,
-        "command": command,
-        "machine": (
-            f"{machine['processor']}, {machine['cores']} cores, {machine['file_system']}, load"
-            f" {machine['load_average']:.1f}"
-        ),
-        "versions": ", ".join(f"{name} {number}" for name, number in machine["versions"].items()),
-        "date": machine["date"],
-    }
-    text = page.page(
-        f"Evaluation of {evidence.plan.factory.rpartition('/')[2]}",
-        facts,
-        judgement.reasons,
-        drawings.draw(evidence),
-        "Does not hold:",
-    )
-    page.write_page(file, text)
 
 
 def _profile_file(profile: str | None) -> str:
