@@ -58,7 +58,6 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
         'show run latest --leaves "model/*"': inspect.show,
         "log run --by-class 2": inspect.log,
         "diff run 0 latest": compare.diff,
-        "blame run latest --leaves 'model/*'": inspect.blame,
         "view run": view.view,
     },
     "Check and repair": {

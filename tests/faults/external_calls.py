@@ -357,7 +357,6 @@ def reader(places: Places) -> None:
         opened.steps()
         opened.restore()
         opened.restore(1, ["weights"], {"bias": (slice(0, 3),)})
-        opened.blame()
         opened.digest()
         opened.tags()
 

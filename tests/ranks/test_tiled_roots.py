@@ -176,16 +176,6 @@ def moved(found: Any) -> Any:
     return without(found, "root") | sides
 
 
-def ages(found: Any) -> Any:
-    """Tiles have other chunks than the leaf: what is the same is since when some of them are as
-    they are.
-    """
-    since: dict[str, list[Any]] = {}
-    for row in found["parts"]:
-        since.setdefault(row["path"], []).append(row["since"])
-    return since
-
-
 def checked(found: Any) -> Any:
     return without(found, "root", "all_bytes", "checked_bytes")
 
@@ -217,7 +207,6 @@ COMMANDS: dict[str, tuple[list[object], Callable[[Any], Any]]] = {
     "log of classes": (["log", ROOT, "--by-class", 2], logged),
     **{f"diff {a} {b}": (["diff", ROOT, a, b], moved) for a, b in ((0, 2), (2, 3), (4, RECUT))},
     "diff of some": (["diff", ROOT, 5, NEWEST, "--leaves", "*exp_avg*", "--leaves", MASK], moved),
-    "blame": (["blame", ROOT, 2], ages),
     "verify": (["verify", ROOT], checked),
     "verify one": (["verify", ROOT, NEWEST, "--deep"], checked),
     "plan": (["plan", ROOT, *SPEEDS, "--step-seconds", 1], planned),
@@ -236,7 +225,7 @@ def test_a_command_says_the_same_of_what_ranks_wrote(both: Any, name: str) -> No
     assert one == many
 
 
-@pytest.mark.parametrize("name", ["show 2", "log of classes", "blame", "repair"])
+@pytest.mark.parametrize("name", ["show 2", "log of classes", "repair"])
 def test_people_read_of_leaves_and_not_of_what_they_are_stored_as(
     roots: Roots, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -261,18 +250,6 @@ def test_a_leaf_that_is_only_cut_otherwise_has_not_moved(both: Any, roots: Roots
     assert len({open_root(roots.many).manifest(step).tiles[MASK].cuts for step in (2, NEWEST)}) == 2
     for found in both("diff", ROOT, 2, NEWEST, "--leaves", MASK):
         assert (found["changed"], found["unchanged"]) == ([], 1)
-
-
-def test_a_leaf_that_is_only_cut_otherwise_may_be_older_than_its_cuts(both: Any) -> None:
-    one, many = (ages(found) for found in both("blame", ROOT, NEWEST))
-    assert one[MASK] == [{"step": 0, "or_earlier": True}]
-    assert many[MASK] == [{"step": RECUT, "or_earlier": True}]
-    assert {path: since for path, since in many.items() if path != MASK} == {
-        path: since for path, since in one.items() if path != MASK
-    }
-    assert one[BIG] == [{"step": NEWEST, "or_earlier": False}]
-    one, many = (ages(found) for found in both("blame", ROOT, 4, "--leaves", BIG))
-    assert one == many == {BIG: [{"step": 3, "or_earlier": False}]}
 
 
 def test_a_profile_is_that_of_the_same_run_in_one_process(

@@ -836,7 +836,7 @@ def test_every_command_takes_an_address(
     assert main(["ls", f"{address}/nothing"]) == 3
 
 
-def test_steps_are_tagged_pruned_followed_and_blamed_on_an_object_store(address: str) -> None:
+def test_steps_are_tagged_pruned_and_followed_on_an_object_store(address: str) -> None:
     run = Run(address)
     follower = deltacheck.follow(address, storage=STORAGE)
     for _ in range(4):
@@ -848,7 +848,6 @@ def test_steps_are_tagged_pruned_followed_and_blamed_on_an_object_store(address:
     for words in (
         ["tag", address, "1", "first"],
         ["prune", address, "--keep-last", "1"],
-        ["blame", address, "4"],
         ["show", address, "@first"],
         ["untag", address, "first"],
         ["delete", address, "1"],
