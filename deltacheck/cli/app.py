@@ -71,7 +71,7 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
         "prune run --keep-last 2 --keep-best loss:min:3 --dry-run": prune.prune,
         "delete run 0 --dry-run": prune.delete,
         "gc run --dry-run": prune.gc,
-        "compact run --merge": prune.compact,
+        "compact run": prune.compact,
         "export run latest --to hf --out model-folder": export_command.export,
         "import imported model.safetensors --step 4": import_command.import_files,
         "branch run latest --to other-run": places.branch,

@@ -321,35 +321,25 @@ def _print_collected(
 
 def compact(
     words: RootOnly = None,
-    merge: Annotated[
-        bool,
-        typer.Option(
-            "--merge",
-            help="Merge the deltas of each leaf into one instead of writing the leaf whole.",
-        ),
-    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Rewrite the newest step, so that a restore applies no deltas, or one of each leaf.
+    """Rewrite the newest step, so that a restore applies no deltas.
 
     Refused while a training writes to the root.
     """
     from deltacheck.maintain import compaction
 
     with _open_for_writing(words) as (root, _):
-        result = compaction.compact(root, merge=merge)
+        result = compaction.compact(root)
     if as_json:
         output.print_json(
             {"root": str(root.path), "compacted": None if result is None else asdict(result)}
         )
     elif result is None:
-        output.print_line(
-            "nothing to do: the newest step has "
-            + ("at most one delta of each leaf" if merge else "no deltas")
-        )
+        output.print_line("nothing to do: the newest step has no deltas")
     else:
         output.print_line(
-            f"step {result.step}: {result.leaves} leaves {'merged' if merge else 'written whole'}"
-            f" ({output.size(result.stored_bytes)}); a restore applies {result.deltas_after} deltas"
-            f" instead of {result.deltas}. R{_RUN_GC[1:]}"
+            f"step {result.step}: {result.leaves} leaves written whole"
+            f" ({output.size(result.stored_bytes)}); a restore applies no deltas instead of"
+            f" {result.deltas}. R{_RUN_GC[1:]}"
         )

@@ -900,7 +900,7 @@ def test_a_run_that_is_read_back_compacted_and_reclaimed_stays_whole(address: st
     run.check()
 
 
-def test_deltas_are_merged_behind_a_run_and_in_compact_on_an_object_store(address: str) -> None:
+def test_deltas_are_merged_behind_a_run_and_written_whole_on_an_object_store(address: str) -> None:
     run = Run(address, policy=Policy.exact(max_chain_depth=4))
     compactor = run.engine._saver.chains.compactor
     assert compactor is not None
@@ -910,7 +910,7 @@ def test_deltas_are_merged_behind_a_run_and_in_compact_on_an_object_store(addres
     run.engine.close()
     reader = deltacheck.open(address, storage=STORAGE)
     assert any(reader.manifest(step).merged_bytes for step in reader.steps())
-    assert main(["compact", "--merge", address]) == 0
+    assert main(["compact", address]) == 0
     reader = deltacheck.open(address, storage=STORAGE)
     assert reader.verify(deep=True) == []
     run.check()

@@ -23,7 +23,7 @@ from deltacheck.leaf.spec import batches
 from deltacheck.restore import read
 from deltacheck.restore.chain import resolve_chains
 from deltacheck.restore.leaf_kinds import Chain
-from deltacheck.save.chains.whole_leaves import IO_TIMEOUT_SECONDS, RewrittenLeaves
+from deltacheck.save.chains.whole_leaves import RewrittenLeaves
 from deltacheck.save.job.leaf_state import LeafSave, LeafState
 from deltacheck.save.job.part_writer import EncodedChunks, PartWriter, Span
 from deltacheck.save.progress import Progress
@@ -54,7 +54,7 @@ class Run:
 
     before: Chain
     after: Chain
-    is_worth: Callable[[float, float, float], bool] = lambda *_: True
+    is_worth: Callable[[float, float, float], bool]
 
     @property
     def first(self) -> int:
@@ -136,8 +136,8 @@ class _Window(NamedTuple):
 def write_merged(
     writer: SegmentWriter,
     runs: Mapping[str, Run],
-    io_timeout_seconds: float = IO_TIMEOUT_SECONDS,
-    give_up: Callable[[], bool] = lambda: False,
+    io_timeout_seconds: float,
+    give_up: Callable[[], bool],
 ) -> Merged:
     """Write merged deltas into a new segment, durably; hold a few chunks in memory at a time.
 
