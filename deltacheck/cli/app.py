@@ -67,7 +67,6 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
     },
     "Keep and move": {
         "tag run 1 baseline": prune.tag,
-        "untag run baseline": prune.untag,
         "prune run --keep-last 2 --keep-best loss:min:3 --dry-run": prune.prune,
         "delete run 0 --dry-run": prune.delete,
         "gc run --dry-run": prune.gc,

@@ -340,7 +340,7 @@ def delete(
         if names:
             raise StepTagged(
                 f"step {step} of {root.path} is tagged {', '.join(map(repr, names))}. To delete it,"
-                f" take the tag away first: deltacheck untag ROOT {names[0]}, or"
+                f" take the tag away first: deltacheck tag ROOT --delete {names[0]}, or"
                 f" engine.untag({names[0]!r})"
             )
         checkpoints = _checkpoints(briefs)

@@ -475,7 +475,7 @@ def commands(places: Places) -> None:
         ["delete", root, "0"],
         ["gc", root, "--grace", "0"],
         ["repair", root],
-        ["untag", root, "good"],
+        ["tag", root, "--delete", "good"],
     ):
         said = io.StringIO()
         with (

@@ -555,7 +555,7 @@ def test_what_is_done_to_a_root_is_told_in_leaves_and_leaves_every_step_as_it_wa
         ]
         yield without(tool(root, "compact", ROOT)["compacted"], "stored_bytes")
         yield without(tool(root, "prune", ROOT, "--keep-last", 1, "--keep-every", 5), "root")
-        yield without(tool(root, "untag", ROOT, "good"), "root")
+        yield without(tool(root, "tag", ROOT, "--delete", "good"), "root")
         yield without(tool(root, "delete", ROOT, 2), "root")
         yield deltacheck.open(root).steps()
 
