@@ -86,17 +86,6 @@ _NoiseSeeds: TypeAlias = Annotated[
         ),
     ),
 ]
-_Chain: TypeAlias = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        metavar="N",
-        help=(
-            "Also kill one run of each killed seed N times, each time when a restore would"
-            " test every contract of the policy."
-        ),
-    ),
-]
 _Quick: TypeAlias = Annotated[
     bool,
     typer.Option(
@@ -119,7 +108,6 @@ def evaluate(  # noqa: PLR0913 - one argument per option
     kills: _Kills = 2,
     seeds: _Seeds = 2,
     noise_seeds: _NoiseSeeds = 6,
-    chain: _Chain = 0,
     quick: _Quick = False,
     keep: _Keep = None,
     as_json: Json = False,
@@ -152,7 +140,6 @@ def evaluate(  # noqa: PLR0913 - one argument per option
         # Every killed seed needs an unkilled run with the same seed to be compared with.
         max(seeds, noise_seeds),
         profile=_profile_file(profile),
-        chain=chain,
     )
     # This plan is short and still passes every phase. It replaces the options for the number of
     # steps, kills and seeds.
@@ -232,9 +219,6 @@ def document(
         "recovery": verdict["correctness"],
         "recoveries": [row(recovery) for recovery in content["recoveries"]],
         "contracts": content["contracts"],
-        "chains": [
-            chain | {"links": [row(link) for link in chain["links"]]} for chain in content["chains"]
-        ],
         "quality": verdict["quality"],
         "unkilled": [without_digests(ending) for ending in content["unkilled"]],
     }
