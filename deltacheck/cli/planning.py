@@ -38,10 +38,7 @@ _Profile: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help=(
-            "Predict exact saves from this profile instead of from the saves of a root. With"
-            " --policy: the profile for auto."
-        ),
+        help="Profile for --policy auto.",
     ),
 ]
 _MtbfHours: TypeAlias = Annotated[
@@ -133,6 +130,8 @@ def plan(  # noqa: PLR0913 - one argument per option
     With --policy: also measure what policies write for recorded checkpoints, and their errors.
     """
     names = policy or []
+    if profile is not None and not names:
+        raise typer.BadParameter("--profile goes with --policy auto")
     # The option accepts its minimum, 0, for which there is no best interval.
     if not mtbf_hours:
         raise typer.BadParameter("--mtbf-hours must be more than 0")
@@ -158,7 +157,7 @@ def plan(  # noqa: PLR0913 - one argument per option
             interval_steps=interval_steps,
             state_bytes=state_bytes,
         )
-        observed = _observe(source, item, profile, measured)
+        observed = _observe(source, item, measured)
         planned = _predict(observed, job, _machine(probe, speeds), policies)
     if as_json:
         prediction = (
@@ -169,7 +168,7 @@ def plan(  # noqa: PLR0913 - one argument per option
         output.print_json(prediction | replays.document(measured, run_steps))
     else:
         _show(planned, measured, policies, run_steps, is_interval_given=interval_steps is not None)
-        if planned is not None and measured is None and profile is None:
+        if planned is not None and measured is None:
             output.print_line("other policies: add --policy exact --policy auto")
 
 
@@ -207,7 +206,7 @@ class _Plan(NamedTuple):
     """A prediction, and what it was made from.
 
     Attributes:
-        source: The root or the file that was observed.
+        source: The run that was observed.
         policy: The planned policy; empty: that of the root.
         rates: The rates of the planned policy.
         run: The job.
@@ -372,30 +371,15 @@ class _Observation(NamedTuple):
     is_compared: bool = False
 
 
-def _observe(
-    source: str, item: str | None, profile: Path | None, measured: Replays | None
-) -> _Observation:
-    """Return the rates of measured policies, else of a profile, else of the saves of a root."""
-    if measured is not None:
-        return _observe_policies(source, item, measured)
-    return _observe_root(source, item) if profile is None else _observe_profile(profile)
-
-
-def _observe_root(root: str, item: str | None) -> _Observation:
+def _observe(source: str, item: str | None, measured: Replays | None) -> _Observation:
+    """Return the rates of measured policies, else of the saves of a root."""
     from deltacheck.report.data import collect
     from deltacheck.report.root_rates import rates_of, step_seconds_of
 
-    record = collect(root, item)
+    if measured is not None:
+        return _observe_policies(source, item, measured)
+    record = collect(source, item)
     return _Observation(record.root, {"": rates_of(record)}, step_seconds_of(record))
-
-
-def _observe_profile(file: Path) -> _Observation:
-    from deltacheck.profile import Profile
-    from deltacheck.profile.rates import from_profile
-
-    # No formula predicts refreshes, lattices and guards, so only exact saves are planned without a
-    # measurement.
-    return _Observation(str(file), {"exact": from_profile(Profile.read(file))}, None)
 
 
 def _observe_policies(source: str, item: str | None, measured: Replays) -> _Observation:

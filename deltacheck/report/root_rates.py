@@ -22,8 +22,7 @@ def rates_of(record: Record) -> Rates:
     intervals = [b.step - a.step for a, b in itertools.pairwise(steps) if b.step > a.step]
     if not intervals:
         raise StepNotFound(
-            f"{record.root} has fewer than two steps that can be compared; give a --profile, or"
-            " save twice"
+            f"{record.root} has fewer than two steps that can be compared; save twice"
         )
     leaves = tuple(
         LeafRate(
