@@ -208,9 +208,7 @@ def correctness(evidence: Evidence) -> Correctness:
 
 def _exercise(evidence: Evidence) -> tuple[tuple[str, ...], tuple[str, ...], list[str]]:
     """Return the tested and the untested contracts of the policy, and reasons against it."""
-    tested = {
-        leaf.exercise for recovery in evidence.recoveries for leaf in recovery.inexact
-    } - {""}
+    tested = {leaf.exercise for recovery in evidence.recoveries for leaf in recovery.inexact} - {""}
     untested = sorted(set(evidence.contracts) - tested)
     if evidence.plan.is_lossless:
         return (), (), []

@@ -511,7 +511,6 @@ def test_kills_test_contracts_that_no_save_uses_together() -> None:
     first, later = {"first_moment bounded"}, {"first_moment reused"}
     used = {step: first if step < 50 else later for step in range(10, 80, 10)}
     assert best_saves(used) == [20, 30, 40, 50, 60, 70]
-    assert contract.weakest(first | later | {"master bounded"}) == later | {"master bounded"}
 
 
 def test_kills_are_spread_over_the_saves_and_the_same_for_the_same_seeds() -> None:
@@ -675,18 +674,19 @@ def test_a_wrong_restore_and_a_forgotten_leaf_end_with_1_and_are_named(
 @pytest.mark.usefixtures("single_threaded")
 @pytest.mark.timeout(300)
 def test_kills_of_a_lossy_run_restore_what_the_policy_weakens(tmp_path: Path) -> None:
-    plan = EvaluationPlan("eval_workload.py:adam", "auto:max_chain_depth=16", 100, 5, 1, 1, 2)
+    # One kill before moments are reused, and one after.
+    plan = EvaluationPlan("eval_workload.py:adam", "auto:max_chain_depth=16", 100, 5, 2, 1, 2)
     evidence = evaluate(plan, tmp_path)
     judgement = judge(evidence)
     assert judgement.correctness.unexercised == ()
     assert judgement.correctness.exercised == evidence.contracts
     assert {"master bounded", "first_moment reused"} <= set(evidence.contracts)
-    (recovery,) = evidence.recoveries
-    assert (recovery.failed, recovery.error) == ((), "")
-    rates = [leaf.rate for leaf in recovery.inexact if leaf.role == "master"]
-    assert rates == [pytest.approx(1e-5, rel=0.05)]
-    assert recovery.missing_steps is not None
-    assert -1 < recovery.missing_steps < 5
+    for recovery in evidence.recoveries:
+        assert (recovery.failed, recovery.error) == ((), "")
+        rates = [leaf.rate for leaf in recovery.inexact if leaf.role == "master"]
+        assert rates == [pytest.approx(1e-5, rel=0.05)]
+        assert recovery.missing_steps is not None
+        assert -1 < recovery.missing_steps < 5
 
 
 @pytest.mark.usefixtures("single_threaded")
