@@ -39,7 +39,7 @@ def rates_of(record: Record) -> Rates:
     if computed_bytes > 0:
         leaves += (LeafRate(computed_bytes, 1, 0.0, 0.0, 0.0),)
     # The table of the first save describes all leaves, and later ones only those that changed.
-    tables = statistics.fmean(step.written["tables"] for step in steps[1:])
+    tables = statistics.fmean(step.tables_bytes for step in steps[1:])
     return Rates(statistics.median(intervals), leaves, tables)
 
 
