@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -16,8 +14,6 @@ import deltacheck
 from deltacheck import Policy, Profile
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
-from deltacheck.evaluate.offline.class_trials import MOST_LOST_SHARE, _judged
-from deltacheck.profile.sensitivity import Verdict
 from tests.support import eval_workload
 
 pytestmark = pytest.mark.tools
@@ -89,21 +85,3 @@ def test_a_run_without_other_data_has_no_noise(
     words = ["profile", str(run), "-o", str(tmp_path / "profile.json")]
     assert main([*words, "--sensitivity", f"{FACTORY}:adam"]) == 2
     assert "has no method reorder(seed)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"loss_change": 2.0}, "the loss grows by 2"),
-        ({"loss_change": float("nan")}, "the loss grows by nan"),
-        ({"lost_steps": 10 * MOST_LOST_SHARE + 0.1}, "steps are lost"),
-        ({"element_change": 51.0}, "51 learning rates away"),
-        ({"law_violations": 3}, "3 elements violate"),
-    ],
-)
-def test_each_reason_rejects_a_class(changes: dict[str, Any], reason: str) -> None:
-    harmless = Verdict("moments", False, 0.1, 1.0, 9.0, 20.0, 0.5, 0, ("far away",))
-    assert _judged(harmless, ("m",), 50, 10).accepted
-    judged = _judged(replace(harmless, **changes), ("m",), 50, 10)
-    assert not judged.accepted
-    assert reason in judged.reasons[0]
