@@ -383,7 +383,7 @@ def _leaf_row(path: str, owner: str, state: ReportedLeaf | None, manifest: Manif
         "dtype": spec.dtype,
         "shape": list(spec.shape),
         "raw_bytes": spec.raw_bytes,
-        **_contract_row(manifest.contracts.get(owner), manifest.step),
+        **contract_row(manifest.contracts.get(owner), manifest.step),
         "derived": derived.how if derived is not None else _ways(tiling),
         "kind": "derived" if state is None else str(state.kind),
         "chain_depth": None if state is None else state.depth,
@@ -395,7 +395,7 @@ def _leaf_row(path: str, owner: str, state: ReportedLeaf | None, manifest: Manif
     }
 
 
-def _contract_row(contract: Promise | None, step: int) -> Row:
+def contract_row(contract: Promise | None, step: int) -> Row:
     """Return what a step promises of a leaf; ``None``: every bit."""
     from deltacheck.leaf.contracts import name_of
 
