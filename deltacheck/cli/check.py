@@ -121,10 +121,10 @@ def _lines_of(findings: Iterable[Finding]) -> list[str]:
     for finding in findings:
         by_problem.setdefault((finding.redundant, finding.problem), []).append(finding)
     lines = []
-    for (redundant, problem), same in by_problem.items():
+    for (redundant, problem), group in by_problem.items():
         # A manifest that cannot be read does not say which step it is.
-        steps = sorted({finding.step for finding in same if finding.step is not None})
-        leaves = list(dict.fromkeys(finding.leaf for finding in same if finding.leaf is not None))
+        steps = sorted({finding.step for finding in group if finding.step is not None})
+        leaves = list(dict.fromkeys(finding.leaf for finding in group if finding.leaf is not None))
         place = f"{'steps' if len(steps) > 1 else 'step'} {listed(steps) or 'unknown'}"
         if len(leaves) == 1:
             place += f", leaf {leaves[0]}"

@@ -520,10 +520,10 @@ def _mean_of_all(steps: Sequence[StepRecord]) -> str:
     raw_bytes = sum(step.raw_bytes for step in steps)
     if not raw_bytes:
         return ""
-    written = sum(step.written_bytes for step in steps)
+    written_size = sum(step.written_bytes for step in steps)
     return (
         f"Mean of all {len(steps)} checkpoints, keyframes and merges included:"
-        f" {format_size(written / len(steps))}, {written / raw_bytes:.2%} of the state. "
+        f" {format_size(written_size / len(steps))}, {written_size / raw_bytes:.2%} of the state. "
     )
 
 
@@ -576,7 +576,7 @@ def _draw_curve(
     """Draw the drift of the leaves of a role, and yield its points: step, median, quartiles."""
     steps, middle, low, high = _quartiles(leaves)
     # A logarithmic axis has no place for zeros, so the legend has to name them.
-    still = not any(value > 0 for value in middle)
+    is_still = not any(value > 0 for value in middle)
     axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
     axes.plot(
         steps,
@@ -585,7 +585,7 @@ def _draw_curve(
         linestyle=style,
         marker="o",
         markersize=2.5,
-        label=f"{role}: no drift" if still else role,
+        label=f"{role}: no drift" if is_still else role,
     )
     yield from zip(steps, middle, low, high, strict=True)
 
@@ -670,10 +670,10 @@ def _bytes_under(step: StepRecord, contract: str) -> int:
 
 
 def _worst(steps: Sequence[StepRecord], kind: tuple[str, str, str]) -> HeldLeaves | None:
-    held = [
+    candidates = [
         held for step in steps for held in step.held if (held.of, held.contract, held.norm) == kind
     ]
-    return max(held, key=lambda contract: contract.used, default=None)
+    return max(candidates, key=lambda contract: contract.used, default=None)
 
 
 def _share(value: float | None) -> str:

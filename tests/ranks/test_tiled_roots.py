@@ -291,7 +291,7 @@ def test_a_report_tells_of_the_same_leaves_and_how_much_of_them_changed(
         tmp_path / "profile.json",
     )
     # Exact steps have no contracts to show.
-    assert told["figures"] == ["bytes", "causes", "changes", "drift", "restore"]
+    assert told["figures"] == ["bytes", "changes", "drift", "restore"]
     page = (tmp_path / "report.html").read_text()
     assert "%@" not in page
     assert BIG in page

@@ -496,13 +496,13 @@ def _grouped_values(rows: list[Row]) -> list[Row]:
     by_path = {str(row["path"]): row for row in rows}
     lines: list[Row] = []
     for name, paths in classes(dict.fromkeys(by_path, 1), _MOST_ROWS).items():
-        same = [by_path[path] for path in paths]
-        values = list(dict.fromkeys(output.short(row["value"]) for row in same))
-        ellipsis = f", ... ({len(same)} values)" if len(values) > 2 else ""
+        group = [by_path[path] for path in paths]
+        values = list(dict.fromkeys(output.short(row["value"]) for row in group))
+        ellipsis = f", ... ({len(group)} values)" if len(values) > 2 else ""
         lines.append(
             {
                 "path": name.strip(),
-                "type": ", ".join(sorted({str(row["type"]) for row in same})),
+                "type": ", ".join(sorted({str(row["type"]) for row in group})),
                 "value": ", ".join(values[:2]) + ellipsis,
             }
         )
