@@ -157,7 +157,8 @@ def _encoded(
 def _has_attributes_alone(kind: type[Any]) -> bool:
     """Return true unless instances have slots, or the content of a base such as ``dict``."""
     has_slots = any(base.__dict__.get("__slots__") for base in kind.__mro__)
-    return kind.__new__ is object.__new__ and not has_slots
+    new: Any = kind.__new__
+    return new is object.__new__ and not has_slots
 
 
 def decoded(value: Any, fill: Callable[[list[Any]], torch.Tensor] | None = None) -> Any:
