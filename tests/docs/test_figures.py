@@ -70,7 +70,7 @@ def test_no_place_breaks_a_rule(name: str, figures: dict[str, Figure]) -> None:
         ("import-layers", 12),
         # The goal is 40,000. Lower it with each twin that goes; a new way replaces the old one.
         # `deltacheck run` took 1,000: those whom it serves have no code to put a callback into.
-        ("code-lines", 45_844),
+        ("code-lines", 45_824),
     ],
 )
 def test_a_count_stays_within_its_limit(name: str, most: int, figures: dict[str, Figure]) -> None:
