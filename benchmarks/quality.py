@@ -16,7 +16,7 @@ from benchmarks.record import Cell, Unit
 from benchmarks.ways import FIRST, MASTER, SECOND, Chain, Run, Way, class_of
 from benchmarks.workloads.recipe import Recipe
 from deltacheck import Policy
-from deltacheck.profile.sensitivity import distance, largest_change, lost_steps
+from deltacheck.profile.sensitivity import largest_change, lost_steps
 
 Weights = dict[str, NDArray[np.float32]]
 
@@ -154,8 +154,8 @@ def _resume(
     run.workload.load(chain.restore(kill, run.workload.state()))
     restored, logits = run.masters(), run.logits()
     run.train(1)
-    update = distance(run.masters(), restored) / (
-        distance(reference.next_masters, reference.masters) or 1.0
+    update = _distance(run.masters(), restored) / (
+        _distance(reference.next_masters, reference.masters) or 1.0
     )
     run.train(horizon - 1)
     final_masters = run.masters()
@@ -360,3 +360,11 @@ def _train_killed(run: Run, plan: ChainPlan, policy: Policy, put: Put, root: Pat
                 put(entry, live[key])
             run.workload.load(restored)
     chain.close()
+
+
+def _distance(first: Weights, second: Weights) -> float:
+    """Return the L2 distance of two sets of weights."""
+    squares = (
+        np.sum((values.astype(np.float64) - second[path]) ** 2) for path, values in first.items()
+    )
+    return float(np.sqrt(sum(squares)))

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from deltacheck.leaf import tree
 from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.limits import Limits, applied
-from deltacheck.maintain import blame, branch, verify
-from deltacheck.maintain.blame import Blame
+from deltacheck.maintain import branch, verify
 from deltacheck.maintain.branch import Branched
 from deltacheck.restore import damage
 from deltacheck.restore.content import as_array, bounded_slices
@@ -278,11 +277,7 @@ class Checkpoints:
         return {path: arrays[path] for path in requested}
 
     def _tile_boxes(
-        self,
-        manifest: Manifest,
-        slices: Slices,
-        owners: Mapping[str, str],
-        partly: Container[str],
+        self, manifest: Manifest, slices: Slices, owners: Mapping[str, str], partly: Container[str]
     ) -> dict[str, tuple[slice, ...]]:
         """Return the box of each tiled leaf of which only this box is needed."""
         tiled = {path: owners[path] for path in slices if owners[path] in manifest.tiles}
@@ -306,34 +301,6 @@ class Checkpoints:
             return array[()] if tag == tree.NUMPY_SCALAR else array
 
         return tree.unflatten(manifest.tree, place)
-
-    def blame(
-        self, step: int | str | None = None, leaves: Iterable[str] | None = None
-    ) -> dict[str, Blame]:
-        """Return, for each chunk of some leaves, the step that its content was saved at.
-
-        This reads tables and digests, but no content.
-
-        Args:
-            step: A step number or a tag; ``None``: the newest step.
-            leaves: Paths, subtrees or patterns of stored leaves; ``None``: all of them.
-
-        Returns:
-            The result for each leaf, by path.
-
-        Raises:
-            StepNotFound: The root does not have the step.
-            LeafNotFound: The step does not store a leaf.
-            Damaged: A table on the way is damaged. ``ChainBroken`` is one kind of it.
-            BudgetExceeded: The tables take more than ``limits`` allows.
-        """
-        manifest = self.manifest(step)
-        stored_paths = list(filter(manifest.names_of, [*manifest.leaves, *manifest.tiles]))
-        names = [leaves] if isinstance(leaves, str) else leaves
-        # All names are checked before the first table is read.
-        paths = stored_paths if names is None else select_paths(stored_paths, names, manifest.step)
-        with applied(self._limits):
-            return blame.blame(self._root, manifest, paths)
 
     def branch(
         self, step: int | str | None, to: str | os.PathLike[str], *, copy: bool = False

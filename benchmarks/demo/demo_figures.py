@@ -1,4 +1,4 @@
-"""The figures that only the demo has: its ways beside each other. The others are of ``eval``."""
+"""The figures of the demo: its ways beside each other, then those of its evaluation."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from benchmarks.demo import results
+from benchmarks.demo import evaluation_figures, results
 from benchmarks.demo.methods import AUTO, DCP, DERIVED, EXACT, LAW, TORCH_SAVE
 from benchmarks.demo.results import DemoOutcome, Way
-from deltacheck.evaluate import drawings
 from deltacheck.report.drawing import (
     BLUE,
     GREEN,
@@ -49,7 +48,7 @@ def draw(outcome: DemoOutcome) -> tuple[Drawing, ...]:
     """Draw all figures, in the order in which they are shown."""
     with matplotlib.rc_context({"text.parse_math": False, "font.family": "DejaVu Sans"}):
         figures = (_overview(outcome), _bytes(outcome))
-    return (*figures, *drawings.draw(outcome.evidence))
+    return (*figures, *evaluation_figures.draw(outcome.evidence))
 
 
 def _overview(outcome: DemoOutcome) -> Drawing:

@@ -58,7 +58,6 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
         'show run latest --leaves "model/*"': inspect.show,
         "log run --by-class 2": inspect.log,
         "diff run 0 latest": compare.diff,
-        "blame run latest --leaves 'model/*'": inspect.blame,
         "view run": view.view,
     },
     "Check and repair": {
@@ -68,11 +67,10 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
     },
     "Keep and move": {
         "tag run 1 baseline": prune.tag,
-        "untag run baseline": prune.untag,
         "prune run --keep-last 2 --keep-best loss:min:3 --dry-run": prune.prune,
         "delete run 0 --dry-run": prune.delete,
         "gc run --dry-run": prune.gc,
-        "compact run --merge": prune.compact,
+        "compact run": prune.compact,
         "export run latest --to hf --out model-folder": export_command.export,
         "import imported model.safetensors --step 4": import_command.import_files,
         "branch run latest --to other-run": places.branch,

@@ -20,6 +20,7 @@ from deltacheck.cli.arguments import (
     as_misuse,
     parse,
 )
+from deltacheck.cli.inspection.inspect import contract_row
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
@@ -120,10 +121,10 @@ def _lines_of(findings: Iterable[Finding]) -> list[str]:
     for finding in findings:
         by_problem.setdefault((finding.redundant, finding.problem), []).append(finding)
     lines = []
-    for (redundant, problem), same in by_problem.items():
+    for (redundant, problem), group in by_problem.items():
         # A manifest that cannot be read does not say which step it is.
-        steps = sorted({finding.step for finding in same if finding.step is not None})
-        leaves = list(dict.fromkeys(finding.leaf for finding in same if finding.leaf is not None))
+        steps = sorted({finding.step for finding in group if finding.step is not None})
+        leaves = list(dict.fromkeys(finding.leaf for finding in group if finding.leaf is not None))
         place = f"{'steps' if len(steps) > 1 else 'step'} {listed(steps) or 'unknown'}"
         if len(leaves) == 1:
             place += f", leaf {leaves[0]}"
@@ -224,19 +225,8 @@ _CONTRACT_COLUMNS = (
 
 def _contract_rows(manifests: Sequence[Manifest]) -> list[Row]:
     """Return a row for each leaf of each step that is not exact."""
-    from deltacheck.leaf.contracts import name_of
-
     return [
-        {
-            "step": manifest.step,
-            "leaf": path,
-            "contract": name_of(contract.terms),
-            "measured": contract.measured,
-            "limit": contract.allowed,
-            "from_step": contract.from_step,
-            "age_steps": None if contract.from_step is None else contract.age(manifest.step),
-            "used": contract.used(manifest.step),
-        }
+        {"step": manifest.step, "leaf": path, **contract_row(contract, manifest.step)}
         for manifest in manifests
         for path, contract in manifest.contracts.items()
     ]

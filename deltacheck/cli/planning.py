@@ -13,7 +13,6 @@ import typer
 from deltacheck.cli import output, replays
 from deltacheck.cli.arguments import Item, Json, RootOnly, parse
 from deltacheck.cli.output import Column, Row
-from deltacheck.cli.profiling import TrialOptions
 from deltacheck.cli.replays import Replays
 
 if TYPE_CHECKING:
@@ -39,20 +38,9 @@ _Profile: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help=(
-            "Predict exact saves from this profile instead of from the saves of a root. With"
-            " --policy: the profile for auto."
-        ),
+        help="Profile for --policy auto.",
     ),
 ]
-_Factory: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE.py:FACTORY",
-        help="Also train on from what each policy restores, and compare the progress.",
-    ),
-]
-_Seed: TypeAlias = Annotated[int, typer.Option(metavar="N", help="Seed of the recorded run.")]
 _MtbfHours: TypeAlias = Annotated[
     float, typer.Option(min=0, metavar="H", help="Mean time between failures of the whole job.")
 ]
@@ -124,8 +112,6 @@ def plan(  # noqa: PLR0913 - one argument per option
     words: RootOnly = None,
     policy: _Policy = None,
     profile: _Profile = None,
-    factory: _Factory = None,
-    seed: _Seed = 1,
     mtbf_hours: _MtbfHours = 24.0,
     step_seconds: _StepSeconds = None,
     restart_seconds: _RestartSeconds = 60.0,
@@ -141,11 +127,11 @@ def plan(  # noqa: PLR0913 - one argument per option
 ) -> None:
     """Predict bytes, blocking and restore time, the best interval, and whether deltas pay.
 
-    With --policy: also measure what policies write for recorded checkpoints, and what they restore.
+    With --policy: also measure what policies write for recorded checkpoints, and their errors.
     """
     names = policy or []
-    if not names and factory:
-        raise typer.BadParameter("--factory goes with --policy")
+    if profile is not None and not names:
+        raise typer.BadParameter("--profile goes with --policy auto")
     # The option accepts its minimum, 0, for which there is no best interval.
     if not mtbf_hours:
         raise typer.BadParameter("--mtbf-hours must be more than 0")
@@ -158,9 +144,8 @@ def plan(  # noqa: PLR0913 - one argument per option
     policies = replays.policies_of(names, profile)
     measured: Replays | None = None
     if names:
-        trial = None if factory is None else TrialOptions(factory, seed)
         with tempfile.TemporaryDirectory(prefix="deltacheck-plan-") as folder:
-            measured = replays.measure(source, item, policies, interval_steps, trial, Path(folder))
+            measured = replays.measure(source, item, policies, interval_steps, Path(folder))
     planned: _Plan | None = None
     if predicts:
         job = _Job(
@@ -172,7 +157,7 @@ def plan(  # noqa: PLR0913 - one argument per option
             interval_steps=interval_steps,
             state_bytes=state_bytes,
         )
-        observed = _observe(source, item, profile, measured)
+        observed = _observe(source, item, measured)
         planned = _predict(observed, job, _machine(probe, speeds), policies)
     if as_json:
         prediction = (
@@ -183,7 +168,7 @@ def plan(  # noqa: PLR0913 - one argument per option
         output.print_json(prediction | replays.document(measured, run_steps))
     else:
         _show(planned, measured, policies, run_steps, is_interval_given=interval_steps is not None)
-        if planned is not None and measured is None and profile is None:
+        if planned is not None and measured is None:
             output.print_line("other policies: add --policy exact --policy auto")
 
 
@@ -221,7 +206,7 @@ class _Plan(NamedTuple):
     """A prediction, and what it was made from.
 
     Attributes:
-        source: The root or the file that was observed.
+        source: The run that was observed.
         policy: The planned policy; empty: that of the root.
         rates: The rates of the planned policy.
         run: The job.
@@ -386,30 +371,15 @@ class _Observation(NamedTuple):
     is_compared: bool = False
 
 
-def _observe(
-    source: str, item: str | None, profile: Path | None, measured: Replays | None
-) -> _Observation:
-    """Return the rates of measured policies, else of a profile, else of the saves of a root."""
-    if measured is not None:
-        return _observe_policies(source, item, measured)
-    return _observe_root(source, item) if profile is None else _observe_profile(profile)
-
-
-def _observe_root(root: str, item: str | None) -> _Observation:
+def _observe(source: str, item: str | None, measured: Replays | None) -> _Observation:
+    """Return the rates of measured policies, else of the saves of a root."""
     from deltacheck.report.data import collect
     from deltacheck.report.root_rates import rates_of, step_seconds_of
 
-    record = collect(root, item)
+    if measured is not None:
+        return _observe_policies(source, item, measured)
+    record = collect(source, item)
     return _Observation(record.root, {"": rates_of(record)}, step_seconds_of(record))
-
-
-def _observe_profile(file: Path) -> _Observation:
-    from deltacheck.profile import Profile
-    from deltacheck.profile.rates import from_profile
-
-    # No formula predicts refreshes, lattices and guards, so only exact saves are planned without a
-    # measurement.
-    return _Observation(str(file), {"exact": from_profile(Profile.read(file))}, None)
 
 
 def _observe_policies(source: str, item: str | None, measured: Replays) -> _Observation:

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Container, Iterator
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -74,8 +74,7 @@ def profile(
         )
     result = profiler.profile()
     if sensitivity is not None:
-        trial = TrialOptions(sensitivity, seed)
-        result = _with_sensitivity(result, source, item, trial)
+        result = _with_sensitivity(result, source, item, sensitivity, seed)
     result.write(out)
     rows = _rows(result)
     if not as_json:
@@ -102,15 +101,8 @@ def profile(
     )
 
 
-class TrialOptions(NamedTuple):
-    """The recorded run that trials of a restored state train on: its factory, and its seed."""
-
-    factory: str
-    seed: int
-
-
 def _with_sensitivity(
-    profile: Profile, source: str, item: str | None, trial: TrialOptions
+    profile: Profile, source: str, item: str | None, factory: str, seed: int
 ) -> Profile:
     """Return a profile with the harm of inexact classes of leaves.
 
@@ -118,19 +110,22 @@ def _with_sensitivity(
         profile: The profile.
         source: The run.
         item: The item of a manager's steps.
-        trial: The trial of each class.
+        factory: Creates the run that trains on from each class.
+        seed: Its seed, that of the recorded run.
     """
     from msgspec.structs import replace
 
+    from deltacheck.backends.profiler import backend_of
     from deltacheck.evaluate.offline.class_trials import class_sensitivity
-    from deltacheck.evaluate.offline.quality import Trials
+    from deltacheck.evaluate.offline.recorded import recorded
+    from deltacheck.evaluate.offline.trials import Trials
     from deltacheck.evaluate.workload import create_workload, load_factory, workload_folder
 
-    create = load_factory(trial.factory)
+    create = load_factory(factory)
     with tempfile.TemporaryDirectory(prefix="deltacheck-trial-") as roots, workload_folder():
-        like = create_workload(create, trial.seed).state()
-        checkpoints = steps_as(like, source, item)
-        trials = Trials(create, trial.seed)
+        like = create_workload(create, seed).state()
+        checkpoints = recorded(source, item, as_torch=backend_of(like) == "torch")
+        trials = Trials(create, seed)
         measured = class_sensitivity(checkpoints, trials, like, Path(roots))
     return replace(profile, sensitivity=measured)
 
@@ -164,17 +159,6 @@ def steps_of(
         yield from recorded(source, item, step_set=step_set)
     except ValueError as problem:
         raise typer.BadParameter(str(problem)) from problem
-
-
-def steps_as(
-    like: object, source: str, item: str | None, step_set: Container[int] | None = None
-) -> Iterator[Recorded]:
-    """Yield the recorded checkpoints in the types of a run's state."""
-    from deltacheck.backends import profiler
-    from deltacheck.evaluate.offline.recorded import recorded
-
-    as_torch = profiler.backend_of(like) == "torch"
-    return recorded(source, item, as_torch=as_torch, step_set=step_set)
 
 
 def _rows(profile: Profile) -> list[Row]:

@@ -1,7 +1,6 @@
 """Commands that decide which steps and segments stay.
 
-``prune``, ``delete``, ``tag`` and ``untag`` decide over steps. ``gc`` and ``compact`` decide over
-segments.
+``prune``, ``delete`` and ``tag`` decide over steps. ``gc`` and ``compact`` decide over segments.
 """
 
 from __future__ import annotations
@@ -189,15 +188,31 @@ def tag(
     move: Annotated[
         bool, typer.Option("--move", help="Move the tag if another step already has it.")
     ] = False,
+    delete: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Remove this tag; its step stays until it is deleted itself."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Give a step a name.
+    """Give a step a name, or take one away.
 
     Restore the step by this name. The step is kept until the tag is removed. May run beside a
     training.
     """
     from deltacheck.store.roots import opening, tagging
 
+    if delete is not None:
+        if move:
+            raise typer.BadParameter("--move does not go with --delete")
+        root, name = open_root(words), delete.removeprefix(TAG)
+        tagging.remove(root, name)
+        if as_json:
+            output.print_json({"root": str(root.path), "removed": name})
+        else:
+            output.print_line(f"tag @{name} removed")
+        return
     if not words:
         raise typer.BadParameter("this command takes a step and a name")
     if is_step(words[-1]) and not any(map(is_step, words[:-1])):
@@ -216,26 +231,6 @@ def tag(
         )
     else:
         output.print_line(f"step {new_tag.step} (seq {new_tag.seq}) is @{new_tag.name}")
-
-
-def untag(
-    words: Annotated[
-        list[str] | None, typer.Argument(metavar="[ROOT] NAME", help="The last word is the tag.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Remove a tag. Its step stays until it is deleted."""
-    from deltacheck.store.roots import tagging
-
-    if not words:
-        raise typer.BadParameter("this command takes the name of a tag")
-    root = open_root(words[:-1])
-    name = words[-1].removeprefix(TAG)
-    tagging.remove(root, name)
-    if as_json:
-        output.print_json({"root": str(root.path), "removed": name})
-    else:
-        output.print_line(f"tag @{name} removed")
 
 
 def gc(
@@ -321,35 +316,25 @@ def _print_collected(
 
 def compact(
     words: RootOnly = None,
-    merge: Annotated[
-        bool,
-        typer.Option(
-            "--merge",
-            help="Merge the deltas of each leaf into one instead of writing the leaf whole.",
-        ),
-    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Rewrite the newest step, so that a restore applies no deltas, or one of each leaf.
+    """Rewrite the newest step, so that a restore applies no deltas.
 
     Refused while a training writes to the root.
     """
     from deltacheck.maintain import compaction
 
     with _open_for_writing(words) as (root, _):
-        result = compaction.compact(root, merge=merge)
+        result = compaction.compact(root)
     if as_json:
         output.print_json(
             {"root": str(root.path), "compacted": None if result is None else asdict(result)}
         )
     elif result is None:
-        output.print_line(
-            "nothing to do: the newest step has "
-            + ("at most one delta of each leaf" if merge else "no deltas")
-        )
+        output.print_line("nothing to do: the newest step has no deltas")
     else:
         output.print_line(
-            f"step {result.step}: {result.leaves} leaves {'merged' if merge else 'written whole'}"
-            f" ({output.size(result.stored_bytes)}); a restore applies {result.deltas_after} deltas"
-            f" instead of {result.deltas}. R{_RUN_GC[1:]}"
+            f"step {result.step}: {result.leaves} leaves written whole"
+            f" ({output.size(result.stored_bytes)}); a restore applies no deltas instead of"
+            f" {result.deltas}. R{_RUN_GC[1:]}"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -13,15 +13,12 @@ import typer
 
 from deltacheck.cli import output
 from deltacheck.cli.output import Column, Row
-from deltacheck.cli.profiling import TrialOptions, steps_as, steps_of
+from deltacheck.cli.profiling import steps_of
 
 if TYPE_CHECKING:
     from deltacheck.evaluate.offline.policy_replay import PolicyReplay
     from deltacheck.policy import Policy
     from deltacheck.profile.rates import Rates
-    from deltacheck.profile.sensitivity import Verdict
-
-_EXACT = "exact"
 
 
 class Replays(NamedTuple):
@@ -31,15 +28,11 @@ class Replays(NamedTuple):
         policies: The result of each policy, in the given order.
         rates: The rates of each policy that had steady saves, by its name.
         unsteady: The reason for each policy that had none.
-        trial_step: The step from which trials were trained on, ``None`` without trials.
-        verdicts: The verdict on what each policy restored, empty without trials.
     """
 
     policies: tuple[PolicyReplay, ...]
     rates: Mapping[str, Rates]
     unsteady: Mapping[str, str]
-    trial_step: int | None
-    verdicts: tuple[Verdict, ...]
 
 
 def policies_of(names: list[str], profile: Path | None) -> dict[str, Policy]:
@@ -64,7 +57,6 @@ def measure(
     item: str | None,
     policies: dict[str, Policy],
     interval_steps: int | None,
-    trial: TrialOptions | None,
     folder: Path,
 ) -> Replays:
     """Save recorded checkpoints again under policies.
@@ -74,7 +66,6 @@ def measure(
         item: The item of a manager's steps.
         policies: The policies by name.
         interval_steps: The interval to measure, ``None`` for that of the checkpoints.
-        trial: Also try what each policy restores.
         folder: An empty folder for the scratch roots.
     """
     from deltacheck.errors import StepNotFound
@@ -86,51 +77,18 @@ def measure(
         step_set = thinned(steps_in(source, item), interval_steps)
     except ValueError as problem:
         raise typer.BadParameter(str(problem)) from problem
-    step: int | None = None
-    verdicts: tuple[Verdict, ...] = ()
-    if trial is None:
-        replays = replay(steps_of(source, item, step_set), policies, folder)
-    else:
-        replays, step, verdicts = _tried(source, item, policies, step_set, trial, folder)
+    replays = replay(steps_of(source, item, step_set), policies, folder)
     rates, unsteady = dict[str, "Rates"](), dict[str, str]()
     for result in replays:
         try:
             rates[result.policy] = rates_under(result)
         except StepNotFound as error:
             unsteady[result.policy] = str(error)
-    return Replays(replays, rates, unsteady, step, verdicts)
-
-
-def _tried(
-    source: str,
-    item: str | None,
-    policies: dict[str, Policy],
-    step_set: Collection[int] | None,
-    trial: TrialOptions,
-    folder: Path,
-) -> tuple[tuple[PolicyReplay, ...], int, tuple[Verdict, ...]]:
-    """Replay policies, and train on from what they restore."""
-    from deltacheck.evaluate.offline.policy_replay import replay
-    from deltacheck.evaluate.offline.quality import Trials, quality
-    from deltacheck.evaluate.workload import create_workload, load_factory, workload_folder
-    from deltacheck.policy import Policy
-
-    create = load_factory(trial.factory)
-    with workload_folder():
-        like = create_workload(create, trial.seed).state()
-        # An exact root keeps the states that the trials compare with.
-        extra = {} if _EXACT in policies else {_EXACT: Policy.exact()}
-        checkpoints = steps_as(like, source, item, step_set)
-        replays = replay(checkpoints, policies | extra, folder)
-        exact = next(result for result in replays if result.policy == _EXACT)
-        replays = tuple(result for result in replays if result.policy in policies)
-        inexact = [result for result in replays if result.contracts]
-        trials = Trials(create, trial.seed)
-        return replays, *quality(inexact, exact, trials, like)
+    return Replays(replays, rates, unsteady)
 
 
 def show(replays: Replays, run_steps: int | None) -> None:
-    """Print the tables of bytes, errors and lost steps, and the bytes of a run of some steps."""
+    """Print the tables of bytes and errors, and the bytes of a run of some steps."""
     first = replays.policies[0].sizes
     output.print_line(
         f"{first.saves} checkpoints, a state of {output.size(first.raw_bytes)}; shares are of the"
@@ -153,13 +111,6 @@ def show(replays: Replays, run_steps: int | None) -> None:
     if errors:
         output.print_line("")
         output.print_table(_ERRORS, errors)
-    if replays.verdicts:
-        output.print_line("")
-        output.print_line(
-            f"restored at step {replays.trial_step} and trained on; the loss beside the standard"
-            " deviation between other orders of the data"
-        )
-        output.print_table(_QUALITY, [asdict(verdict) for verdict in replays.verdicts])
 
 
 def describe_run(steps: int, saves: int, size: float, state_bytes: int) -> str:
@@ -183,12 +134,10 @@ def _run(result: PolicyReplay, run_steps: int) -> tuple[int, float]:
 def document(replays: Replays | None, run_steps: int | None) -> Row:
     """Return the keys of replays in the document of ``plan``."""
     if replays is None:
-        return {"unsteady": {}, "policies": [], "trial_step": None, "quality": []}
+        return {"unsteady": {}, "policies": []}
     return {
         "unsteady": dict(replays.unsteady),
         "policies": [_document(result, run_steps) for result in replays.policies],
-        "trial_step": replays.trial_step,
-        "quality": [asdict(verdict) for verdict in replays.verdicts],
     }
 
 
@@ -216,14 +165,6 @@ _ERRORS = (
     Column("NORM", "norm", left=True),
     Column("OF LIMIT", "used", output.share),
     Column("AGE", "age_steps", lambda steps: f"{steps} steps"),
-)
-_QUALITY = (
-    Column("POLICY", "name", left=True),
-    Column("LOST STEPS", "lost_steps", lambda steps: f"{steps:.2f}"),
-    Column("LOSS CHANGE", "loss_change", lambda change: f"{change:+.3g}"),
-    Column("NOISE SD", "noise_sd", output.number),
-    Column("DISTANCE", "distance", output.number),
-    Column("LARGEST CHANGE", "element_change", lambda change: f"{change:.3g} lr"),
 )
 
 

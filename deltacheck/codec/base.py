@@ -42,11 +42,6 @@ LAWS = (GRADIENT_LAW, MEAN_LAW, STEPS_LAW)
 LAW_PARTS, LAW_BYTES = 3, 64
 
 
-def unordered(method: int) -> int:
-    """Return the method whose streams a chunk has, in the order of its words."""
-    return next((plain for plain, ordered in ORDERED.items() if ordered == method), method)
-
-
 def has_ordered(methods: U32) -> bool:
     """Return whether some chunks are ordered; ``methods``: the numbers of their methods."""
     return bool(np.isin(methods, [*ORDERED.values()]).any())

@@ -6,14 +6,12 @@ prints.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from deltacheck.evaluate import significance as statistics
 from deltacheck.evaluate.comparison.contract import differences
-from deltacheck.evaluate.records import Ending, Evidence, MeasuredSave, Recovery, RepeatedKills
+from deltacheck.evaluate.records import Ending, Evidence, MeasuredSave, Recovery
 from deltacheck.evaluate.significance import (
     EQUAL,
     OUTSIDE,
@@ -93,7 +91,7 @@ class Quality:
 
     ``holds``: the verdict of ``Equivalence`` is ``equal`` or ``within``. ``reason``: why it is not.
     ``missing_steps``: the progress that resumed runs lack after their first interval, in steps;
-    ``None`` if it was not measured. ``chains``: the runs that were killed again after each resume.
+    ``None`` if it was not measured.
     """
 
     holds: bool
@@ -101,30 +99,6 @@ class Quality:
     curves: tuple[CurveComparison, ...]
     reason: str
     missing_steps: Spread | None = None
-    chains: ChainQuality | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ChainQuality:
-    """The ends of runs that were killed again after each resume.
-
-    ``links``: resumes of all runs together; ``inexact``: those from a step that was not exact.
-    ``mean``: of the final losses minus those of the unkilled runs, above 0 is worse.
-    ``noise_sd``: of the final loss over the orders of the data, of unkilled seeds. ``holds``: every
-    chain came to its end, every link was inexact and correct, and ``mean`` is at most ``noise_sd``.
-    ``lost_steps``, ``noise_steps``: ``mean`` and ``noise_sd`` in steps by which the unkilled run
-    reached such a loss before its end; ``None`` if it never had such a loss.
-    """
-
-    holds: bool
-    links: int
-    inexact: int
-    mean: float
-    noise_sd: float
-    missing_steps: Spread | None
-    reasons: tuple[str, ...]
-    lost_steps: float | None = None
-    noise_steps: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +127,6 @@ def judge(evidence: Evidence) -> Judgement:
     # less certainty.
     if not evidence.plan.is_lossless and not models.holds:
         reasons += (models.reason,)
-    if models.chains is not None:
-        reasons += models.chains.reasons
     is_undecided = reasons == (models.reason,) and models.final.verdict == TOO_FEW
     sizes, times = size(evidence.saves), latency(evidence.saves)
     return Judgement(not reasons, is_undecided, sizes, times, recovery, models, reasons)
@@ -236,10 +208,7 @@ def correctness(evidence: Evidence) -> Correctness:
 
 def _exercise(evidence: Evidence) -> tuple[tuple[str, ...], tuple[str, ...], list[str]]:
     """Return the tested and the untested contracts of the policy, and reasons against it."""
-    links = [link for chain in evidence.chains for link in chain.links]
-    tested = {
-        leaf.exercise for recovery in (*evidence.recoveries, *links) for leaf in recovery.inexact
-    } - {""}
+    tested = {leaf.exercise for recovery in evidence.recoveries for leaf in recovery.inexact} - {""}
     untested = sorted(set(evidence.contracts) - tested)
     if evidence.plan.is_lossless:
         return (), (), []
@@ -345,59 +314,7 @@ def quality(evidence: Evidence) -> Quality:
         tuple(curves),
         _reason(final),
         statistics.spread(missing) if missing else None,
-        _chains(evidence, final) if evidence.chains else None,
     )
-
-
-def _chains(evidence: Evidence, final: Equivalence) -> ChainQuality:
-    """Judge the runs that were killed again after each resume."""
-    unkilled = {ending.seed: ending for ending in evidence.unkilled}
-    reasons = [reason for chain in evidence.chains for reason in _chain_problems(chain, evidence)]
-    gaps, missing = [], []
-    for chain in evidence.chains:
-        if chain.ending is not None:
-            gaps.append(chain.ending.evaluation - unkilled[chain.seed].evaluation)
-            missing += [m for link in chain.links if (m := link.missing_steps) is not None]
-    mean = fmean(gaps) if gaps else math.nan
-    lost_steps, noise_steps = (
-        statistics.steps_behind(evidence.held_out, gap) for gap in (mean, final.noise_sd)
-    )
-    # ``not <=`` also counts NaN.
-    if gaps and not evidence.plan.is_lossless and not abs(mean) <= final.noise_sd:
-        reason = (
-            f"chains of kills end {mean:+.3g} from the unkilled runs; one standard deviation of the"
-            f" noise is {final.noise_sd:.3g}"
-        )
-        if lost_steps is not None and noise_steps is not None:
-            reason += f"; in steps of the unkilled run {lost_steps:+.1f} and {noise_steps:.1f}"
-        reasons.append(reason)
-    links = [link for chain in evidence.chains for link in chain.links]
-    return ChainQuality(
-        not reasons,
-        len(links),
-        sum(bool(link.inexact) for link in links),
-        mean,
-        final.noise_sd,
-        statistics.spread(missing) if missing else None,
-        tuple(reasons),
-        lost_steps,
-        noise_steps,
-    )
-
-
-def _chain_problems(chain: RepeatedKills, evidence: Evidence) -> Iterator[str]:
-    """Yield the reasons for which a run that was killed again and again proves nothing."""
-    name = f"chain of seed {chain.seed}"
-    if chain.ending is None:
-        yield f"{name}: it did not come to its end: {chain.error or 'no resume'}"
-        return
-    if len(chain.links) < evidence.plan.chain:
-        yield f"{name}: {len(chain.links)} of {evidence.plan.chain} kills; give more --steps"
-    for link in chain.links:
-        for leaf in link.failed[:MOST_NAMED]:
-            yield f"{name}, step {link.restored_step}, leaf {leaf.path!r}: {leaf.problem}"
-        if not evidence.plan.is_lossless and not link.inexact:
-            yield f"{name}: step {link.restored_step} was exact"
 
 
 def _reason(final: Equivalence) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -36,7 +37,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "deltacheck": deltacheck.__version__,
-            **_versions(),
+            **{name: number for name, number in versions(_PACKAGES).items() if number},
         },
     }
 
@@ -103,11 +104,12 @@ def innermost_mount(table: str, folder: Path) -> Mount | None:
     return max(reversed(mounts), key=lambda mount: len(Path(mount.point).parts), default=None)
 
 
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in _PACKAGES:
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Return the versions of packages by name, ``None`` for those that are not installed."""
+    numbers: dict[str, str | None] = {}
+    for name in packages:
         try:
-            versions[name] = version(name)
+            numbers[name] = version(name)
         except PackageNotFoundError:
-            continue
-    return versions
+            numbers[name] = None
+    return numbers

@@ -8,7 +8,7 @@ the fields of ``EvaluationPlan``, ``Kill``, ``MeasuredSave``, ``LeafGroup``, ``L
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,6 @@ class EvaluationPlan:
         first_seed: The others follow it.
         profile: A file with a profile for ``auto``; ``MEASURED``: the profile of the first unkilled
             run; empty: none.
-        chain: The number of kills, one after the other, of a further run of each killed seed; 0:
-            there is no such run.
         save_last: Also save the last step, and leave the last state of the first seed in
             ``FINAL_STATE``, for a run whose end is compared. Without it, a restored step always has
             training steps left.
@@ -60,7 +58,6 @@ class EvaluationPlan:
     first_seed: int = 1
     profile: str = ""
     save_last: bool = False
-    chain: int = 0
     ways: tuple[str, ...] = ()
     savers: str = ""
 
@@ -261,33 +258,14 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True)
-class RepeatedKills:
-    """One run that was killed again after each resume.
-
-    ``links``: its resumes, oldest first; only the last one has an ``ending``. ``error``: why the
-    chain broke off, empty if it did not.
-    """
-
-    seed: int
-    links: tuple[Recovery, ...]
-    error: str = ""
-
-    @property
-    def ending(self) -> Ending | None:
-        """The end of the run, ``None`` if it did not come to its end."""
-        return self.links[-1].ending if self.links else None
-
-
-@dataclass(frozen=True, slots=True)
 class Evidence:
     """All results of an evaluation.
 
     ``framework``: of the state's arrays. ``peer``: the way of saving that ours is compared with.
     ``unkilled``: one run per seed. ``repeat``: the first seed once more. ``saving``: the first seed
     once more, with checkpoints and the peer's files. ``contracts``: the contracts that these
-    checkpoints have used (``LeafCheck.exercise``). ``chains``: runs that were killed many times.
-    ``held_out``: held-out losses of the first seed without a kill, by step, if there are chains.
-    ``way_saves``: of each way of the plan, in the killed run.
+    checkpoints have used (``LeafCheck.exercise``). ``way_saves``: of each way of the plan, in the
+    killed run.
     """
 
     plan: EvaluationPlan
@@ -300,6 +278,4 @@ class Evidence:
     groups: tuple[LeafGroup, ...]
     recoveries: tuple[Recovery, ...]
     contracts: tuple[str, ...] = ()
-    chains: tuple[RepeatedKills, ...] = ()
-    held_out: Mapping[int, float] = field(default_factory=dict)
     way_saves: tuple[WaySaves, ...] = ()

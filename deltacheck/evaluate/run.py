@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -32,7 +31,6 @@ from deltacheck.evaluate.records import (
     LeafGroup,
     MeasuredSave,
     Recovery,
-    RepeatedKills,
     WaySaves,
     WorkerTask,
     folder_of,
@@ -92,9 +90,8 @@ def evaluate(
 
 def _evaluate(session: Workers, progress: Progress) -> Evidence:
     plan = session.plan
-    # With the repeat and the saving run, and the one that is evaluated at every checkpoint.
-    further = 2 + bool(plan.chain and not plan.is_lossless)
-    total = (len(plan.unkilled_seeds()) + further) * plan.steps
+    # With the repeat and the saving run.
+    total = (len(plan.unkilled_seeds()) + 2) * plan.steps
     observed = session.run(
         WorkerTask("observe"),
         lambda reports: progress("unkilled runs", reports.trained_steps, total),
@@ -124,16 +121,8 @@ def _evaluate(session: Workers, progress: Progress) -> Evidence:
         _groups(record),
         tuple(recoveries),
         contracts,
-        _chains(session, pace, progress),
-        _held_out(observed),
         way_saves,
     )
-
-
-def _held_out(observed: Reports) -> dict[int, float]:
-    """Return the held-out losses that the unkilled runs have reported; JSON has text for keys."""
-    losses = observed.other_events.get("held_out", {"losses": {}})["losses"]
-    return {int(step): loss for step, loss in losses.items()}
 
 
 def contracts_of(root: Path) -> dict[int, set[str]]:
@@ -158,38 +147,6 @@ def best_saves(used: Mapping[int, set[str]]) -> list[int]:
     return sorted({step for steps in steps_of for step in steps[-fewest:]})
 
 
-def _chains(
-    session: Workers, pace: tuple[float, float], progress: Progress
-) -> tuple[RepeatedKills, ...]:
-    """Perform a run of each killed seed that is killed again after each resume."""
-    plan, chains = session.plan, []
-    for number, seed in enumerate(plan.killed_seeds() if plan.chain else ()):
-        progress("chains of kills", number, plan.seeds)
-        chains.append(_chain(session, seed, pace))
-    return tuple(chains)
-
-
-def _chain(session: Workers, seed: int, pace: tuple[float, float]) -> RepeatedKills:
-    links: list[Recovery] = []
-    for number in range(session.plan.chain + 1):
-        # The worker reports at which save most contracts are tested: no step is fixed before.
-        kill = Kill(seed, number, 0, number % 2 == 1, 0.5)
-        reports = Reports()
-        try:
-            if number < session.plan.chain:
-                session.run_until_killed(WorkerTask("chain", kill), kill, reports, pace)
-            else:
-                session.run(WorkerTask("chain", kill), reports.replay)
-        except DeltacheckError as error:
-            return RepeatedKills(seed, tuple(links), str(error))
-        if "link" in reports.other_events:
-            links.append(_resumed(kill, reports, reports.other_events["link"]))
-    ending = reports.other_events.get("chain_end")
-    if links and ending is not None:
-        links[-1] = replace(links[-1], ending=ending_of(ending["ending"]))
-    return RepeatedKills(seed, tuple(links))
-
-
 def _until_killed(session: Workers, kill: Kill, pace: tuple[float, float]) -> tuple[Reports, str]:
     """Return the reports of a run up to its kill, and why it was not killed, empty if it was."""
     before = Reports()
@@ -211,6 +168,7 @@ def _way_saves(before: Reports, folder: Path, kill: Kill, way: str) -> WaySaves:
 
 def _recovery(session: Workers, kill: Kill, way: str, before: Reports, error: str) -> Recovery:
     root = folder_of(session.folder, kill) / way / ROOT
+    acknowledged = before.acknowledged_step(way)
     try:
         if error:
             raise EvaluationFailed(error)
@@ -219,17 +177,11 @@ def _recovery(session: Workers, kill: Kill, way: str, before: Reports, error: st
         resumed = session.run(WorkerTask("resume", kill, way)).other_events["resumed"]
     except DeltacheckError as problem:
         # A failed recovery is a result of the evaluation, not its end: the others still count.
-        acknowledged = before.acknowledged_step(way)
         return Recovery(kill, before.step, acknowledged, error=str(problem), way=way)
-    recovery = _resumed(kill, before, resumed, way)
-    return replace(recovery, ending=ending_of(resumed["ending"]))
-
-
-def _resumed(kill: Kill, before: Reports, resumed: Event, way: str = "") -> Recovery:
     return Recovery(
         kill,
         before.step,
-        before.acknowledged_step(way),
+        acknowledged,
         resumed["restored_step"],
         resumed["restore_seconds"],
         resumed["leaves"],
@@ -237,7 +189,8 @@ def _resumed(kill: Kill, before: Reports, resumed: Event, way: str = "") -> Reco
         tuple(LeafCheck(**leaf) for leaf in resumed["inexact"]),
         tuple(resumed["not_put_back"]),
         resumed["stage"],
-        missing_steps=resumed.get("missing_steps"),
+        ending_of(resumed["ending"]),
+        missing_steps=resumed["missing_steps"],
         way=way,
     )
 

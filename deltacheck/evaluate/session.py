@@ -56,11 +56,6 @@ class Reports:
             case name:
                 self.other_events[name] = event
 
-    def replay(self, reports: Reports) -> None:
-        """Take over the events of another worker's reports."""
-        self.step, self.other_events = reports.step, reports.other_events
-        self.saved = reports.saved
-
     def saved_in(self, way: str) -> tuple[Event, ...]:
         """Return the saves of a way of saving that were reported durable."""
         return tuple(event for event in self.saved if event.get("way", "") == way)
@@ -126,8 +121,6 @@ class Workers:
     ) -> None:
         """Let a worker come to the save that a kill names, and end it there with SIGKILL.
 
-        In a chain the worker itself names the save.
-
         Args:
             task: A task that saves.
             kill: The moment of the kill.
@@ -141,10 +134,7 @@ class Workers:
             events = processes.events(process)
             for event in events:
                 reports.add(event)
-                is_moment = event["event"] == "saving" and (
-                    event["step"] == kill.saving_step or event.get("is_tested", False)
-                )
-                if is_moment:
+                if (event["event"], event.get("step")) == ("saving", kill.saving_step):
                     save_seconds, between_seconds = pace
                     # Relative to measured times, so that a kill falls into the save on any machine.
                     time.sleep((save_seconds if kill.mid_save else between_seconds) * kill.share)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean, median, stdev
 
 ALPHA = 0.05
@@ -169,39 +168,6 @@ def _needed(sd: float, margin: float) -> int | None:
     # With two seeds, the quantile of one degree of freedom makes the interval too wide to be of
     # use.
     return max(3, math.ceil(10.8 * (sd / margin) ** 2)) if margin else None
-
-
-# --- steps of progress ----------------------------------------------------------------------------
-
-
-def steps_behind(held_out: Mapping[int, float], gap: float) -> float | None:
-    """Convert a difference of final losses to steps of progress of the unkilled run.
-
-    Args:
-        held_out: The held-out loss of the unkilled run at some of its steps, the last one included.
-        gap: A final loss minus that of the unkilled run.
-
-    Returns:
-        The number of steps by which the unkilled run reached that loss before its end, interpolated
-        between the given steps. Below 0 for a negative gap: the number of steps that the unkilled
-        run took for its last progress of this size. ``None`` if it never had such a loss.
-    """
-    if gap < 0:
-        steps = steps_behind(held_out, -gap)
-        return None if steps is None else -steps
-    points = sorted(held_out.items())
-    if len(points) < 2 or not math.isfinite(gap):
-        return None
-    last_step, last_loss = points[-1]
-    target = last_loss + gap
-    if not points[0][1] >= target:
-        return None
-    for (step, loss), (next_step, next_loss) in pairwise(points):
-        # The first time: a noisy loss may rise above it again.
-        if next_loss <= target:
-            share = (loss - target) / (loss - next_loss) if loss > next_loss else 0.0
-            return last_step - (step + share * (next_step - step))
-    return 0.0
 
 
 # --- loss curves ----------------------------------------------------------------------------------

@@ -109,8 +109,8 @@ class WorkerRun:
 def observe(plan: EvaluationPlan, folder: Path, factory: Factory) -> None:
     """Run all that is not killed, one after the other.
 
-    These are the runs of every seed, a repeat of the first seed, for chains a run that is evaluated
-    at every checkpoint, and a run of the first seed with checkpoints.
+    These are the runs of every seed, a repeat of the first seed, and a run of the first seed with
+    checkpoints.
     """
     first = plan.first_seed
     for seed in plan.unkilled_seeds():
@@ -128,21 +128,7 @@ def observe(plan: EvaluationPlan, folder: Path, factory: Factory) -> None:
     repeat = WorkerRun(factory, first)
     repeat.train_until(plan.steps)
     report("repeat", ending=asdict(repeat.ending(first)))
-    if plan.chain and not plan.is_lossless:
-        report("held_out", losses=_held_out_losses(plan, factory))
     save(plan, folder, factory)
-
-
-def _held_out_losses(plan: EvaluationPlan, factory: Factory) -> dict[int, float]:
-    """Return the held-out loss of the first seed at each checkpoint and at the end.
-
-    This takes a run of its own, because an evaluation may change how a run continues.
-    """
-    run, losses = WorkerRun(factory, plan.first_seed), dict[int, float]()
-    for step in sorted({*plan.checkpoints(), plan.steps}):
-        run.train_until(step)
-        losses[step] = float(run.workload.evaluate())
-    return losses
 
 
 def _train_and_keep_weights(run: WorkerRun, plan: EvaluationPlan, folder: Path, seed: int) -> None:
@@ -239,13 +225,9 @@ def save_until_killed(plan: EvaluationPlan, folder: Path, factory: Factory, kill
             savers[way].save(step, state, run.metrics(loss))
             if way != turns[-1]:
                 report_saved(savers[way].finish(), way=way, overlapped=False)
-    _await_kill(plan, run, savers[turns[-1]], kill.saving_step, way=turns[-1], overlapped=True)
-
-
-def _await_kill(plan: EvaluationPlan, run: WorkerRun, saver: Any, step: int, **fields: Any) -> None:
-    """Train on behind the save of a step, report it with more fields, and wait for the signal."""
-    run.train_until(min(step + plan.every, plan.steps))
-    report_saved(saver.finish(), **fields)
+    # Training goes on behind the last save, until the signal comes.
+    run.train_until(min(kill.saving_step + plan.every, plan.steps))
+    report_saved(savers[turns[-1]].finish(), way=turns[-1], overlapped=True)
     time.sleep(_WAIT_FOR_KILL_SECONDS)
 
 
@@ -339,57 +321,6 @@ def restore_and_check(
     return fields, live_at(step)
 
 
-def chain(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill) -> None:
-    """Continue a run from its newest step, if it has one, and train to the end with checkpoints.
-
-    Each save is reported with the news if a restore of the step before it tests the weakest
-    contract that the policy uses for leaves of each role. The parent then ends this process with
-    SIGKILL, except the last one. No save begins after that one, however late the signal comes.
-    """
-    run, run_folder = WorkerRun(factory, kill.seed), folder / ROOTS / f"chain-{kill.seed}"
-    root = run_folder / ROOT
-    (run_folder / LIVE).mkdir(parents=True, exist_ok=True)
-    resuming = root.exists() and bool(deltacheck.open(root).steps())
-    saver = _open("", plan, folder, run, run_folder)
-    if resuming:
-        resumed, start = restore_and_check(run, saver, run_folder, root)
-    else:
-        resumed, start = {"restored_step": 0}, None
-    observed = deltacheck.open(folder / ROOTS / OBSERVED)
-    contracts = contract.weakest(
-        set().union(*(contract.used_contracts(observed.manifest(s)) for s in observed.steps()))
-    )
-    is_tested = False
-    first_kill_step = resumed["restored_step"] + 3 * plan.every
-    reported = not resuming
-    for step in (number for number in plan.checkpoints() if number > resumed["restored_step"]):
-        loss = _train_to_save(plan, run, run_folder, step)
-        if not reported and start is not None:
-            steps = step - resumed["restored_step"]
-            # After the first resume the run is on another path than the unkilled one.
-            is_first = kill.number == 1
-            missing = _missing_steps(run, folder, kill.seed, start, steps) if is_first else None
-            report("link", **resumed, missing_steps=missing)
-            reported = True
-        finished_save = saver.finish()
-        if finished_save is not None:
-            report_saved(finished_save)
-            manifest = deltacheck.open(root).manifest(finished_save[0])
-            used = contract.used_contracts(manifest)
-            # An exact policy has nothing to test but its chain of deltas.
-            is_tested = contracts <= used if contracts else step >= first_kill_step
-        state = run.workload.state()
-        run.write_snapshot(state, live_file(run_folder, step))
-        report("saving", step=step, is_tested=is_tested)
-        saver.save(step, state, run.metrics(loss))
-        if is_tested and kill.number < plan.chain:
-            _await_kill(plan, run, saver, step)
-    run.train_until(plan.steps)
-    saver.finish()
-    saver.close()
-    report("chain_end", ending=asdict(run.ending(kill.seed)))
-
-
 def live_file(run_folder: Path, step: int, folder: str = LIVE) -> Path:
     """Return the file of the live state that was saved at a step."""
     return run_folder / folder / f"{step}.npz"
@@ -449,9 +380,7 @@ def _perform(task: WorkerTask, plan: EvaluationPlan, folder: Path, factory: Fact
     elif task.name == "resume":
         resume(plan, folder, factory, task.kill, task.way)
     else:
-        {"save_until_killed": save_until_killed, "chain": chain}[task.name](
-            plan, folder, factory, task.kill
-        )
+        save_until_killed(plan, folder, factory, task.kill)
 
 
 def main(folder: Path) -> None:

@@ -34,9 +34,8 @@ class Workload(Protocol):
 
     A run may have an attribute ``learning_rate``, a number. Policies that are not exact need it if
     the state does not contain the rate (optax). It may have a method ``reorder(seed)``, which
-    continues with other data and other random draws. Trials of a restored state
-    (``deltacheck plan --factory``, ``deltacheck profile --sensitivity``) need it: other data
-    show the noise.
+    continues with other data and other random draws. The trials of ``deltacheck profile
+    --sensitivity`` need it: other data show the noise.
     """
 
     def step(self) -> float:

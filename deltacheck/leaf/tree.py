@@ -193,17 +193,7 @@ def _flatten(value: object, path: str, depth: int, walk: _Walk) -> Node:
     text = long_lists.text_of(value)
     if text is not None:
         return long_list_node(text)
-
-    try:
-        level = containers.level_of(value) or walk.expand(value)
-        pairs = [] if level is None else list(level.pairs)
-        names = [escape_key(key) for key, _ in pairs]
-    except UnsupportedLeaf as error:
-        raise UnsupportedLeaf(f"leaf {path!r}: {error}") from None
-    if level is None:
-        raise _unsupported(value, path)
-    if len(set(names)) < len(names):
-        raise DuplicatePath(f"leaf {path!r}: two of its children have the same key; rename one")
+    level, pairs, names = _opened(value, path, walk)
     prefix = f"{path}/" if depth else ""
     children = [
         _flatten(item, prefix + name, depth + 1, walk)
@@ -221,6 +211,23 @@ def _flatten(value: object, path: str, depth: int, walk: _Walk) -> Node:
     elif level.node["t"] in LISTED:
         level.node["n"] = cast("Json", children)
     return level.node
+
+
+def _opened(
+    value: object, path: str, walk: _Walk
+) -> tuple[Level, list[tuple[object, object]], list[str]]:
+    """Return one level of a container, its children by key, and the names of their keys."""
+    try:
+        level = containers.level_of(value) or walk.expand(value)
+        pairs = [] if level is None else list(level.pairs)
+        names = [escape_key(key) for key, _ in pairs]
+    except UnsupportedLeaf as error:
+        raise UnsupportedLeaf(f"leaf {path!r}: {error}") from None
+    if level is None:
+        raise _unsupported(value, path)
+    if len(set(names)) < len(names):
+        raise DuplicatePath(f"leaf {path!r}: two of its children have the same key; rename one")
+    return level, pairs, names
 
 
 def _add_array(value: object, array: ArrayLeaf, path: str, walk: _Walk) -> Node:

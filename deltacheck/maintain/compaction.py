@@ -1,6 +1,6 @@
 """Rewrite committed steps so that they take less time to restore, or less space.
 
-``compact`` rewrites the newest step of a root without deltas, or with one for each leaf.
+``compact`` rewrites the newest step of a root without deltas.
 ``reclaim`` rewrites segments of which only a few leaves are needed. Neither needs the training that
 saved the steps.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 
@@ -18,7 +17,6 @@ from deltacheck.leaf import tiles
 from deltacheck.restore.chain import resolve_chains
 from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.save.chains.kept_leaves import delta_bytes, write_kept
-from deltacheck.save.chains.merged_deltas import Run, chains_before, write_merged
 from deltacheck.save.chains.whole_leaves import manifest_on, write_whole
 from deltacheck.store import collect, layout
 from deltacheck.store.commit import commit
@@ -48,7 +46,6 @@ class Compacted:
         seq: Sequence number of the new checkpoint.
         leaves: Number of leaves that were written again. A leaf in tiles counts once.
         deltas: Length of the longest chain before.
-        deltas_after: Length of the longest chain now.
         stored_bytes: Size of all new files.
     """
 
@@ -56,12 +53,11 @@ class Compacted:
     seq: int
     leaves: int
     deltas: int
-    deltas_after: int
     stored_bytes: int
 
 
-def compact(root: Root, *, merge: bool = False) -> Compacted | None:
-    """Replace the newest step by one with shorter chains.
+def compact(root: Root) -> Compacted | None:
+    """Replace the newest step by one without deltas: leaves that have any are written whole.
 
     Every step restores as before, bit for bit. Until the new manifest is committed nothing has
     changed; then the old manifest is deleted. Segments that no step needs any more stay until they
@@ -69,12 +65,9 @@ def compact(root: Root, *, merge: bool = False) -> Compacted | None:
 
     Args:
         root: An engine root.
-        merge: If true, the deltas of each leaf become one: about the bytes of what has changed
-            since the keyframe are written. If false, leaves are written whole: more bytes, and a
-            restore applies no delta.
 
     Returns:
-        The result, or ``None`` if no chain can be shorter.
+        The result, or ``None`` if there are no deltas.
 
     Raises:
         StepNotFound: If there is no step, or if the root belongs to a ``CheckpointManager``.
@@ -84,23 +77,14 @@ def compact(root: Root, *, merge: bool = False) -> Compacted | None:
     _refuse_manager(root)
     before = root.manifest()
     chains = resolve_chains(root, before, before.stored)
-    seq = root.next_seq()
-    rewritten = _merge(root, before, chains, seq) if merge else _write_whole(root, chains, seq)
-    if rewritten.ref is None:
+    with_deltas = {path: leaf for path, leaf in sorted(chains.items()) if leaf.deltas}
+    if not with_deltas:
         return None
-    # A leaf that was not written again needs the segments of its chain.
-    needed_ids = {
-        segment.id
-        for path, leaf in chains.items()
-        for segment, _ in (
-            (leaf.key, *leaf.deltas)
-            if path not in rewritten.paths
-            else (leaf.key,)
-            if merge
-            else ()
-        )
-    }
-    segments = (*(ref for ref in before.segments if ref.id in needed_ids), rewritten.ref)
+    seq = root.next_seq()
+    written = write_whole(root.store.writer(seq), with_deltas)
+    # Leaves that were not written again stay where they are.
+    needed_ids = {leaf.key[0].id for leaf in chains.values() if not leaf.deltas}
+    segments = (*(ref for ref in before.segments if ref.id in needed_ids), written)
     after = manifest_on(root, before, seq, segments, "compacting")
     receipt = commit(root.path, after, root.store.durability)
     # The old manifest is deleted last. A kill before it leaves two checkpoints of one nonce, of
@@ -109,39 +93,10 @@ def compact(root: Root, *, merge: bool = False) -> Compacted | None:
     return Compacted(
         step=before.step,
         seq=seq,
-        leaves=len({tiles.leaf_of(path) for path in rewritten.paths}),
-        deltas=max(len(leaf.deltas) for leaf in chains.values()),
-        deltas_after=max(
-            int(merge) if path in rewritten.paths else len(leaf.deltas)
-            for path, leaf in chains.items()
-        ),
-        stored_bytes=rewritten.ref.stored_bytes + receipt.stored_bytes,
+        leaves=len({tiles.leaf_of(path) for path in with_deltas}),
+        deltas=max(len(leaf.deltas) for leaf in with_deltas.values()),
+        stored_bytes=written.stored_bytes + receipt.stored_bytes,
     )
-
-
-class _NewSegment(NamedTuple):
-    """The segment of a compaction, and the stored paths in it; ``None``: nothing was to do."""
-
-    ref: SegmentRef | None
-    paths: frozenset[str]
-
-
-def _write_whole(root: Root, chains: Mapping[str, Chain], seq: int) -> _NewSegment:
-    with_deltas = {path: leaf for path, leaf in sorted(chains.items()) if leaf.deltas}
-    if not with_deltas:
-        return _NewSegment(None, frozenset())
-    ref = write_whole(root.store.writer(seq), with_deltas)
-    return _NewSegment(ref, frozenset(with_deltas))
-
-
-def _merge(root: Root, manifest: Manifest, chains: Mapping[str, Chain], seq: int) -> _NewSegment:
-    long_chains = {path: leaf for path, leaf in chains.items() if len(leaf.deltas) > 1}
-    if not long_chains:
-        return _NewSegment(None, frozenset())
-    before = chains_before(root, manifest, long_chains, dict.fromkeys(long_chains, 0))
-    runs = {path: Run(before[path], leaf) for path, leaf in long_chains.items()}
-    merged = write_merged(root.store.writer(seq), runs)
-    return _NewSegment(merged.ref, frozenset(merged.decoded_bytes))
 
 
 @dataclass(frozen=True, slots=True)

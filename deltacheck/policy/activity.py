@@ -51,7 +51,11 @@ class Activity:
             # No update since the last save says nothing about single parameters.
             return Activity(dict(counts), self.streaks), ()
         before = {name: self.streaks.get(name, 0) for name in common}
-        streaks = {name: _extended(before[name], name in advanced) for name in common}
+        # Positive while updates come, negative while none do.
+        streaks = {
+            name: max(before[name], 0) + 1 if name in advanced else min(before[name], 0) - 1
+            for name in common
+        }
         total = sum(sizes.get(name, 0) for name in common)
         events = []
         for what, names in _turned(before, advanced).items():
@@ -67,10 +71,3 @@ def _turned(streaks: Mapping[str, int], advanced: Container[str]) -> dict[str, l
         "frozen": [n for n, s in streaks.items() if s >= STEADY_SAVES and n not in advanced],
         "unfrozen": [n for n, s in streaks.items() if s <= -STEADY_SAVES and n in advanced],
     }
-
-
-def _extended(streak: int, moves: bool) -> int:
-    """Return a streak with one more save: positive while updates come, negative while none do."""
-    if moves:
-        return max(streak, 0) + 1
-    return min(streak, 0) - 1

@@ -191,10 +191,8 @@ class Detector:
         events = [*_nonfinite(observation)]
         if last is None and observation.resumed:
             events.append(Event(step, "resume"))
-        known_optimizer = None if last is None else last.optimizer
-        # An observation without an optimizer must not hide a change between its neighbours.
-        optimizer = known_optimizer if observation.optimizer is None else observation.optimizer
-        if known_optimizer is not None and optimizer != known_optimizer:
+        optimizer, is_changed = _judge_optimizer(last, observation)
+        if is_changed:
             events.append(Event(step, "optimizer"))
         rates = _rates(observation)
         floors, jump = self._judge_rates(step, rates)
@@ -230,6 +228,14 @@ def _advance(
     if value is None or not math.isfinite(value):
         return series, 0.0
     return series.advance(value, steps, window_steps)
+
+
+def _judge_optimizer(last: RunObservation | None, now: RunObservation) -> tuple[object, bool]:
+    """Return the optimizer at an observation, and whether it is another one than before."""
+    before = None if last is None else last.optimizer
+    # An observation without an optimizer must not hide a change between its neighbours.
+    optimizer = before if now.optimizer is None else now.optimizer
+    return optimizer, before is not None and optimizer != before
 
 
 def _nonfinite(observation: RunObservation) -> tuple[Event, ...]:

@@ -33,12 +33,6 @@ def staggered(path: str, limit: int) -> int:
     return limit - (path_hash(path) % spread if spread else 0)
 
 
-def staggered_ratio(path: str, limit: float) -> float:
-    """Return the limit of one leaf for a ratio, spread as by ``staggered``."""
-    # The hash has 64 bits, so the fraction that is subtracted is below one half.
-    return limit * (1 - path_hash(path) / 2**65)
-
-
 def path_hash(path: str) -> int:
     """Return a number of 64 bits that depends on the path alone, to spread leaves."""
     return xxhash.xxh3_64_intdigest(path.encode())
@@ -67,8 +61,10 @@ def needs_keyframe(
     ratio = policy.max_restore_ratio
     if ratio is None:
         return False
-    is_spread = not merges and raw_bytes >= LEAST_RATIO_BYTES
-    return sum(deltas) >= (staggered_ratio(path, ratio) if is_spread else ratio) * raw_bytes
+    if not merges and raw_bytes >= LEAST_RATIO_BYTES:
+        # The hash has 64 bits, so the fraction that is subtracted is below one half.
+        ratio *= 1 - path_hash(path) / 2**65
+    return sum(deltas) >= ratio * raw_bytes
 
 
 def deltas_between(policy: Policy, path: str, raw_bytes: int, delta_bytes: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from deltacheck.leaf.spec import LeafSpec
@@ -79,10 +79,7 @@ def _named(
     Returns:
         The parameter, and the container of its weight.
     """
-    models = [c for c in paths if not _words(c) & _COPIES]
-    masters = [c for c in models if _words(c) & MASTER_NAMES and specs[paths[c]].dtype == "float32"]
-    weights = ranks.best(state.root, [c for c in models if c not in masters])
-    masters = ranks.best(state.root, masters)
+    weights, masters = _best_copies(state.root, paths, specs, ranks)
     narrow = [c for c in weights if specs[paths[c]].dtype in _NARROW]
     # A wide copy of equal rank may be a master or an average, whatever it is called.
     weights = [*narrow, *(c for c in weights if c not in narrow)]
@@ -99,6 +96,16 @@ def _named(
     proven = proven or weight is None
     parameter = replace(state.parameter, weight=weight, master=master, proven=proven, paired=paired)
     return parameter, set(weights[:1])
+
+
+def _best_copies(
+    root: str, paths: Mapping[str, str], specs: Mapping[str, LeafSpec], ranks: _Ranks
+) -> tuple[list[str], list[str]]:
+    """Return the containers of weights and of masters that suit an optimizer best."""
+    models = [c for c in paths if not _words(c) & _COPIES]
+    masters = [c for c in models if _words(c) & MASTER_NAMES and specs[paths[c]].dtype == "float32"]
+    weights = [c for c in models if c not in masters]
+    return ranks.best(root, weights), ranks.best(root, masters)
 
 
 class _Ranks:
@@ -270,16 +277,28 @@ def _with_rivals(
             shapes.setdefault(state.shape, []).append(parameter)
     result: dict[str, Parameter] = {}
     for shape, members in shapes.items():
-        leaves = [parameter.wide_weight for parameter in members]
-        folders = {leaf.rpartition("/")[0] for leaf in leaves if leaf is not None}
-        candidates = sum(specs[path].shape == shape for c in folders for path in containers[c])
-        if None in leaves or len(set(leaves)) != candidates or not all(p.adam for p in members):
+        if not _are_all_leaves(members, shape, specs, containers):
             continue
         groups = {parameter.group for parameter in members}
         for p in members:
             rivals = tuple(sorted(group or "" for group in groups - {p.group}))
             result[p.name] = replace(p, paired=True, rivals=rivals)
     return result
+
+
+def _are_all_leaves(
+    parameters: Sequence[Parameter],
+    shape: tuple[int, ...],
+    specs: Mapping[str, LeafSpec],
+    containers: Mapping[str, list[str]],
+) -> bool:
+    """Return True if the leaves of some parameters are all leaves of their shape beside them."""
+    leaves = {parameter.wide_weight for parameter in parameters}
+    if None in leaves or not all(parameter.adam for parameter in parameters):
+        return False
+    folders = {leaf.rpartition("/")[0] for leaf in leaves if leaf is not None}
+    candidates = sum(specs[path].shape == shape for c in folders for path in containers[c])
+    return len(leaves) == candidates
 
 
 def _assign_in_order(

@@ -82,8 +82,10 @@ def analyse(history: History, tolerance: float = TOLERANCE_OCTAVES) -> Profile:
     start, confidence = _stable(dated, history, tolerance)
     leaves = {}
     for path in sorted(history.leaves):
-        own = _stable([path], history, tolerance, breaks_law=True) if path in dated else (None, 0.0)
-        leaves[path] = _leaf(path, history, *own)
+        dating = (
+            _stable([path], history, tolerance, breaks_law=True) if path in dated else (None, 0.0)
+        )
+        leaves[path] = _leaf(path, history, *dating)
     observed = history.observed
     return Profile(
         FORMAT,
@@ -140,8 +142,8 @@ def _stable(
     start = stable_start(stages)
     if start is None:
         return None, 0.0
-    within = [drift <= tolerance for step, drift in drifts if step >= start]
-    return start, sum(within) / (len(within) + QUIET_WINDOWS)
+    is_quiet = [drift <= tolerance for step, drift in drifts if step >= start]
+    return start, sum(is_quiet) / (len(is_quiet) + QUIET_WINDOWS)
 
 
 def _drift(

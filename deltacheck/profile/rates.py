@@ -1,17 +1,13 @@
 """The bytes of a checkpoint, and their growth with the interval.
 
-The rates of a state come from a profile or from the saves of a root. Every formula, its source and
-its range: ``docs/how-to/size-an-interval.md``.
+The rates of a state come from the saves of a root. Every formula, its source and its range:
+``docs/how-to/size-an-interval.md``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-from deltacheck.leaf.dtypes import dtype_named
-from deltacheck.profile.record import LeafProfile, Profile
 
 # Growth of the share of changed words with the steps between two checkpoints. The exponent is below
 # 1 because the same words change again. Fitted to our own runs, see size-an-interval.md.
@@ -21,12 +17,6 @@ _SPREAD_EXPONENT = 0.65
 _BITS_PER_DOUBLING = 1.0
 # Share of changed words from which the second law holds.
 _DENSE = 0.5
-
-# Bytes of tables for each chunk: a row of the index, its digest, their share of the metadata.
-_ROW_BYTES = 64
-# Bytes of tables for each leaf: its entries in the manifest and in the table of the segment.
-_LEAF_BYTES = 300
-_CHUNK_BYTES = 1 << 20
 
 # The limits of chains are spread over leaves between half of the policy's limit and all of it. The
 # mean over leaves is taken at the midpoints of four equal parts.
@@ -73,45 +63,6 @@ class Rates:
     def state_bytes(self) -> int:
         """Return the size of the raw state."""
         return sum(leaf.raw_bytes for leaf in self.leaves)
-
-
-# --- sources of rates -----------------------------------------------------------------------------
-
-
-def from_profile(profile: Profile) -> Rates:
-    """Return the rates that a profile predicts if every bit is stored.
-
-    Keyframes count as raw, because a profile does not hold how well they compress.
-
-    Args:
-        profile: The profile of a run.
-
-    Raises:
-        ValueError: If the profile has no leaves.
-    """
-    if not profile.leaves:
-        raise ValueError("the profile has no leaves; observe the run at two steps at least")
-    leaves = tuple(_leaf_rate(leaf) for leaf in profile.leaves.values())
-    raw = sum(leaf.raw_bytes for leaf in leaves)
-    return Rates(
-        profile.interval_steps, leaves, len(leaves) * _LEAF_BYTES + raw / _CHUNK_BYTES * _ROW_BYTES
-    )
-
-
-def _leaf_rate(leaf: LeafProfile) -> LeafRate:
-    element = dtype_named(leaf.dtype)
-    count = math.prod(leaf.shape)
-    raw = count * element.item_bytes
-    density = _last(leaf.density.values)
-    return LeafRate(
-        raw, element.word_bytes, density, count * leaf.exact_bytes if density > 0 else 0.0, raw
-    )
-
-
-def _last(values: Sequence[float]) -> float:
-    """Return the median of the newest three values: the present behaviour of a leaf."""
-    newest = sorted(value for value in values[-3:] if math.isfinite(value))
-    return newest[len(newest) // 2] if newest else 0.0
 
 
 def scaled(rates: Rates, state_bytes: int) -> Rates:

@@ -86,9 +86,9 @@ def _next_command(record: Record) -> str:
             f"Next: deltacheck verify {root} {last.step} prints the contract and the measured error"
             " of each leaf."
         )
-    later = record.steps[1:]
-    raw_bytes = sum(step.raw_bytes for step in later)
-    if raw_bytes and sum(step.written_bytes for step in later) > _LARGE_SHARE * raw_bytes:
+    later_steps = record.steps[1:]
+    raw_bytes = sum(step.raw_bytes for step in later_steps)
+    if raw_bytes and sum(step.written_bytes for step in later_steps) > _LARGE_SHARE * raw_bytes:
         return (
             f"Next: deltacheck plan {root} --policy exact --policy auto prints what the stage-aware"
             " policy would write."

@@ -17,7 +17,7 @@ from deltacheck.report import history
 from deltacheck.report.cause_sizes import CauseCounter
 from deltacheck.report.groups import classes, groups
 from deltacheck.report.history import ReportedLeaf, Step
-from deltacheck.report.segment_cost import METHODS, Cost, cost_of
+from deltacheck.report.segment_cost import Cost, cost_of
 from deltacheck.store import layout
 from deltacheck.store.files import storage as place
 from deltacheck.store.manifest import Manifest
@@ -75,9 +75,9 @@ class StepRecord:
         raw_bytes: Size of the state in memory.
         leaves: Number of leaves.
         recorded_bytes: Size of its files according to the manifest.
-        written: Encoding (``METHODS``) -> bytes of the files that the save added; ``merged``: bytes
-            written behind the training to shorten chains since the save before.
-        causes: Cause (``policy.causes``) -> the same bytes.
+        tables_bytes: Bytes of manifest, tables, indexes and digests among them.
+        causes: Cause (``policy.causes``) -> bytes of the files that the save added; ``merged``:
+            bytes written behind the training to shorten chains since the save before.
         changed: Group -> changed words / words of the leaves that were not written whole. ``None``
             if all were.
         held: The contracts that are not exact.
@@ -98,7 +98,7 @@ class StepRecord:
     raw_bytes: int
     leaves: int
     recorded_bytes: int
-    written: Mapping[str, int]
+    tables_bytes: int
     causes: Mapping[str, int]
     changed: Mapping[str, float | None]
     held: tuple[HeldLeaves, ...]
@@ -112,7 +112,7 @@ class StepRecord:
 
     @property
     def written_bytes(self) -> int:
-        return sum(self.written.values())
+        return sum(self.causes.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,10 +312,7 @@ def _step(
         MERGED: manifest.merged_bytes,
         REST: step.manifest.stored_bytes + step.manifest_bytes,
     }
-    written_by_method = dict.fromkeys(METHODS, 0) | {
-        "tables": step.manifest_bytes,
-        "merged": manifest.merged_bytes,
-    }
+    tables_bytes = step.manifest_bytes
     changed: dict[str, float | None] = {}
     problem, read_bytes, depth, mean_depth = step.problem, 0, 0, 0.0
     if step.states is not None:
@@ -324,10 +321,7 @@ def _step(
                 cost = segments.cost(segment)
                 # Only segments of its own sequence number are new. The step needs older ones too.
                 if layout.seq_of(segment.id) == manifest.seq:
-                    written_by_method = {
-                        method: size + cost.by_method[method]
-                        for method, size in written_by_method.items()
-                    }
+                    tables_bytes += cost.tables_bytes
             by_cause = causes.count(step)
             changed = _changed(step.states, segments, grouped)
             read_bytes = step.manifest_bytes + _read_bytes(step, segments)
@@ -350,7 +344,7 @@ def _step(
         raw_bytes=manifest.raw_bytes,
         leaves=len(manifest.specs),
         recorded_bytes=step.manifest.stored_bytes + step.manifest_bytes,
-        written=written_by_method,
+        tables_bytes=tables_bytes,
         causes=by_cause,
         changed=changed,
         held=contracts,
@@ -388,7 +382,7 @@ def _changed(
 
 def _read_bytes(step: Step, segments: _Segments) -> int:
     """Return the size of the chains of all leaves, and of the tables of all segments."""
-    tables = sum(segments.cost(segment).by_method["tables"] for segment in step.segments)
+    tables = sum(segments.cost(segment).tables_bytes for segment in step.segments)
     assert step.states is not None
     return tables + round(segments.read_bytes(step.states))
 

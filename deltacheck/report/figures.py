@@ -1,4 +1,4 @@
-"""The six figures of a report.
+"""The five figures of a report.
 
 Each function draws one figure from a ``Record``, with a table of the same numbers.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import matplotlib
 import numpy as np
@@ -43,7 +42,6 @@ from deltacheck.report.drawing import (
     PINK,
     RED,
     SKY,
-    YELLOW,
     Drawing,
     Row,
     Tip,
@@ -55,20 +53,10 @@ from deltacheck.report.drawing import (
     set_log_axis,
     shorten,
 )
-from deltacheck.report.segment_cost import METHODS
 
 # If there are more checkpoints, neighbours share a column.
 MOST_COLUMNS = 80
 
-_METHOD_COLOURS = dict(
-    zip(METHODS, (BLUE, ORANGE, YELLOW, GREEN, SKY, RED, GREY, PINK, INK), strict=True)
-)
-_METHOD_WORDS = {
-    "keyframe": "whole leaves (keyframes)",
-    "tables": "tables and metadata",
-    "merged": "merged behind the training",
-    "law": "predicted by Adam's law",
-}
 _CAUSE_COLOURS = dict(
     zip((*CAUSES, MERGED, REST), (BLUE, ORANGE, PINK, RED, GREEN, SKY, GREY), strict=True)
 )
@@ -92,7 +80,7 @@ _MOST_USED = 3.0
 
 def draw(record: Record) -> tuple[Drawing, ...]:
     """Draw the figures for which there is data, in the order of the page."""
-    figures = [written_bytes, causes, changes, drift, contracts, restore_cost]
+    figures = [written_bytes, changes, drift, contracts, restore_cost]
     if record.profile is None and not any(step.stage for step in record.steps):
         figures.remove(drift)
     if not any(step.held for step in record.steps):
@@ -106,66 +94,17 @@ def draw(record: Record) -> tuple[Drawing, ...]:
 
 
 def written_bytes(record: Record) -> Drawing:
-    """Draw the bytes of each step, by encoding."""
-    return _bytes_of_saves(
-        record,
-        "bytes",
-        "Bytes written by each save",
-        "All files that a save added: leaves written whole, changed chunks by the encoding that was"
-        " smallest for them, and tables (manifest, segment table, indexes, digests, array"
-        " metadata). Merged: what was written behind the training since the save before, to shorten"
-        " chains. Streams that sparse and bitmap chunks share are divided by their length before"
-        " compression.",
-        _Stack(_METHOD_COLOURS, _METHOD_WORDS, lambda step: step.written),
-    )
-
-
-def causes(record: Record) -> Drawing:
-    """Draw the bytes of each step, by the cause of their writing."""
-    return _bytes_of_saves(
-        record,
-        "causes",
-        "Why each save is large",
-        "The same bytes by cause. keyframe: a leaf is new, or its chain of deltas reached its"
-        " limit. lattice: the learning rate has changed so far that master weights need another"
-        " lattice. refresh: moments that would have been reused were too old or had drifted."
-        " event: an event, a resume or a guard ended a weaker contract, and the leaf is stored"
-        " exactly. changed: the difference from the save before. merged: deltas that were merged"
-        " behind the training since then. rest: manifest and tables.",
-        _Stack(_CAUSE_COLOURS, _CAUSE_WORDS, lambda step: step.causes),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Stack:
-    """The parts of which bars are made.
-
-    Attributes:
-        colours: Part -> colour, from the bottom to the top.
-        words: Part -> its name in the legend, if it is not the part itself.
-        sizes: Returns the bytes of each part of a step; a missing part has none.
-    """
-
-    colours: Mapping[str, str]
-    words: Mapping[str, str]
-    sizes: Callable[[StepRecord], Mapping[str, int]]
-
-    def mean(self, steps: Sequence[StepRecord], part: str) -> float:
-        return _mean(steps, lambda step: self.sizes(step).get(part, 0))
-
-
-def _bytes_of_saves(record: Record, name: str, title: str, caption: str, stack: _Stack) -> Drawing:
-    """Draw a bar for each save, of the parts of a stack."""
+    """Draw the bytes of each save, by the cause of their writing."""
     figure, (axes,) = make_figure(3.6)
     columns = _columns(record.steps)
     tips = []
-    bottom = _draw_bars(axes, columns, stack)
+    bottom = _draw_bars(axes, columns)
     raw = np.array([_mean(steps, lambda step: step.raw_bytes) for steps in columns])
     for column, steps in enumerate(columns):
         parts = ", ".join(
-            f"{part} {format_size(size)}"
-            for part in stack.colours
-            if (size := stack.mean(steps, part))
+            f"{cause} {format_size(size)}"
+            for cause in _CAUSE_COLOURS
+            if (size := _mean_size(steps, cause))
         )
         text = (
             f"{_title(steps)}: {format_size(bottom[column])} written,"
@@ -183,7 +122,7 @@ def _bytes_of_saves(record: Record, name: str, title: str, caption: str, stack: 
         (
             str(s.step),
             str(s.seq),
-            *(f"{stack.sizes(s).get(part, 0):,}" for part in stack.colours),
+            *(f"{s.causes.get(cause, 0):,}" for cause in _CAUSE_COLOURS),
             f"{s.written_bytes:,}",
             f"{s.raw_bytes:,}",
             _percent(s),
@@ -191,26 +130,33 @@ def _bytes_of_saves(record: Record, name: str, title: str, caption: str, stack: 
         for s in record.steps
     )
     return Drawing(
-        name,
-        title,
-        f"{_mean_of_all(record.steps)}{caption} The dashed line is the state in memory."
-        + _together(record.steps),
+        "bytes",
+        "Bytes written by each save",
+        f"{_mean_of_all(record.steps)}All files that a save added, by cause. keyframe: a leaf is"
+        " new, or its chain of deltas reached its limit. lattice: the learning rate has changed so"
+        " far that master weights need another lattice. refresh: moments that would have been"
+        " reused were too old or had drifted. event: an event, a resume or a guard ended a weaker"
+        " contract, and the leaf is stored exactly. changed: the difference from the save before."
+        " merged: deltas that were merged behind the training since then, to shorten chains. rest:"
+        " manifest and tables. The dashed line is the state in memory." + _together(record.steps),
         figure,
         tuple(tips),
-        ("step", "seq", *stack.colours, "sum", "state", "sum / state"),
+        ("step", "seq", *_CAUSE_COLOURS, "sum", "state", "sum / state"),
         rows,
         0,
     )
 
 
-def _draw_bars(
-    axes: Axes, columns: Sequence[Sequence[StepRecord]], stack: _Stack
-) -> NDArray[np.float64]:
-    """Draw the parts of each column on top of each other, and return the heights of the columns."""
+def _mean_size(steps: Sequence[StepRecord], cause: str) -> float:
+    return _mean(steps, lambda step: step.causes.get(cause, 0))
+
+
+def _draw_bars(axes: Axes, columns: Sequence[Sequence[StepRecord]]) -> NDArray[np.float64]:
+    """Draw the causes of each column on top of each other, and return the heights of columns."""
     bottom = np.zeros(len(columns))
-    for part, colour in stack.colours.items():
-        heights = np.array([stack.mean(steps, part) for steps in columns])
-        # A part that no step has would only fill the legend.
+    for cause, colour in _CAUSE_COLOURS.items():
+        heights = np.array([_mean_size(steps, cause) for steps in columns])
+        # A cause that no step has would only fill the legend.
         if not heights.any():
             continue
         # White edges between narrow bars would hide the bars.
@@ -221,7 +167,7 @@ def _draw_bars(
             0.86,
             bottom,
             color=colour,
-            label=stack.words.get(part, part),
+            label=_CAUSE_WORDS[cause],
             edgecolor="white",
             linewidth=edge,
         )
@@ -574,10 +520,10 @@ def _mean_of_all(steps: Sequence[StepRecord]) -> str:
     raw_bytes = sum(step.raw_bytes for step in steps)
     if not raw_bytes:
         return ""
-    written = sum(step.written_bytes for step in steps)
+    written_size = sum(step.written_bytes for step in steps)
     return (
         f"Mean of all {len(steps)} checkpoints, keyframes and merges included:"
-        f" {format_size(written / len(steps))}, {written / raw_bytes:.2%} of the state. "
+        f" {format_size(written_size / len(steps))}, {written_size / raw_bytes:.2%} of the state. "
     )
 
 
@@ -630,7 +576,7 @@ def _draw_curve(
     """Draw the drift of the leaves of a role, and yield its points: step, median, quartiles."""
     steps, middle, low, high = _quartiles(leaves)
     # A logarithmic axis has no place for zeros, so the legend has to name them.
-    still = not any(value > 0 for value in middle)
+    is_still = not any(value > 0 for value in middle)
     axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
     axes.plot(
         steps,
@@ -639,7 +585,7 @@ def _draw_curve(
         linestyle=style,
         marker="o",
         markersize=2.5,
-        label=f"{role}: no drift" if still else role,
+        label=f"{role}: no drift" if is_still else role,
     )
     yield from zip(steps, middle, low, high, strict=True)
 
@@ -724,10 +670,10 @@ def _bytes_under(step: StepRecord, contract: str) -> int:
 
 
 def _worst(steps: Sequence[StepRecord], kind: tuple[str, str, str]) -> HeldLeaves | None:
-    held = [
+    candidates = [
         held for step in steps for held in step.held if (held.of, held.contract, held.norm) == kind
     ]
-    return max(held, key=lambda contract: contract.used, default=None)
+    return max(candidates, key=lambda contract: contract.used, default=None)
 
 
 def _share(value: float | None) -> str:

@@ -22,8 +22,7 @@ def rates_of(record: Record) -> Rates:
     intervals = [b.step - a.step for a, b in itertools.pairwise(steps) if b.step > a.step]
     if not intervals:
         raise StepNotFound(
-            f"{record.root} has fewer than two steps that can be compared; give a --profile, or"
-            " save twice"
+            f"{record.root} has fewer than two steps that can be compared; save twice"
         )
     leaves = tuple(
         LeafRate(
@@ -40,7 +39,7 @@ def rates_of(record: Record) -> Rates:
     if computed_bytes > 0:
         leaves += (LeafRate(computed_bytes, 1, 0.0, 0.0, 0.0),)
     # The table of the first save describes all leaves, and later ones only those that changed.
-    tables = statistics.fmean(step.written["tables"] for step in steps[1:])
+    tables = statistics.fmean(step.tables_bytes for step in steps[1:])
     return Rates(statistics.median(intervals), leaves, tables)
 
 

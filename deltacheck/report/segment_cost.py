@@ -1,4 +1,4 @@
-"""Measure the files of a segment: the bytes of each encoding, and of each leaf."""
+"""Measure the files of a segment: the bytes of its tables, and of each leaf."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck.codec.base import LAWS, METHOD_NAMES, unordered
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
 from deltacheck.store.files import chunk_files
@@ -18,21 +17,18 @@ from deltacheck.store.files import storage as place
 from deltacheck.store.files.arrays import ArraySpec
 from deltacheck.store.segment import Segment, stream_sizes
 
-# Encodings that the bytes of a step are counted by.
-METHODS = ("keyframe", "sparse", "bitmap", "diff", "planes", "raw", "tables", "merged", "law")
-
 
 @dataclass(frozen=True, slots=True)
 class Cost:
     """The sizes of the files of a segment.
 
     Attributes:
-        by_method: Encoding -> bytes. The sum is the size of all files.
+        tables_bytes: Bytes of its table, indexes, digests and array metadata.
         by_leaf: Leaf path -> bytes of its values. Leaves that share a chunk of an array divide its
             stored bytes by their lengths in it.
     """
 
-    by_method: Mapping[str, int]
+    tables_bytes: int
     by_leaf: Mapping[str, float]
 
 
@@ -49,9 +45,8 @@ def cost_of(segment: Segment) -> Cost:
     path = place.local(segment.path, "a report")
     files = _file_sizes(path)
     by_leaf = _keyframe_bytes(segment, files)
-    by_method = dict.fromkeys(METHODS, 0)
-    # The sum is taken over files and not over leaves, so that it has no rounding.
-    by_method["keyframe"] = sum(
+    # All files but the content of keyframes and streams.
+    tables_bytes = files[()] - sum(
         size for name, size in files.items() if name[:1] in ((layout.LEAVES,), (layout.PACKED,))
     )
     for number, part in enumerate(segment.table.parts):
@@ -60,21 +55,14 @@ def cost_of(segment: Segment) -> Cost:
         sizes_of = stream_sizes(index)
         for codec, lengths in columns.stream_arrays(part).items():
             name = columns.stream_array(number, codec)
-            row_bytes = _stored_bytes(path / name, codec, [sizes_of[name] for name in lengths])
-            rows += row_bytes
-            method_bytes = np.bincount(
-                index[:, columns.METHOD], weights=row_bytes, minlength=len(METHOD_NAMES)
-            )
-            for method, size in _divide(files.get((name,), 0), method_bytes.tolist()).items():
-                by_method["law" if method in LAWS else METHOD_NAMES[unordered(method)]] += size
+            rows += _stored_bytes(path / name, codec, [sizes_of[name] for name in lengths])
+            tables_bytes -= files.get((name,), 0)
         for leaf, entry in segment.table.leaves.items():
             for in_part, first, count in entry.delta:
                 if in_part == number:
                     delta_bytes = float(rows[first : first + count].sum())
                     by_leaf[leaf] = by_leaf.get(leaf, 0.0) + delta_bytes
-    # The rest, so that the encodings add up to all files of the segment.
-    by_method["tables"] = files[()] - sum(by_method.values())
-    return Cost(by_method, by_leaf)
+    return Cost(tables_bytes, by_leaf)
 
 
 def _file_sizes(path: Path) -> dict[tuple[str, ...], int]:
@@ -149,16 +137,3 @@ def _chunk_sizes(folder: Path, spec: ArraySpec) -> list[float]:
                 frames = np.frombuffer(content.read(), "<u8", 2 * chunks)[1::2].astype(np.float64)
         sizes += (file_bytes * frames / max(1.0, frames.sum())).tolist()
     return sizes
-
-
-def _divide(total: int, weights: Sequence[float]) -> dict[int, int]:
-    """Divide whole bytes by weight. The last share gets the remainder of the rounding."""
-    weighted = {number: weight for number, weight in enumerate(weights) if weight}
-    if not weighted:
-        return {}
-    shares = {
-        number: round(total * weight / sum(weighted.values()))
-        for number, weight in weighted.items()
-    }
-    last = max(weighted)
-    return shares | {last: total - sum(shares.values()) + shares[last]}

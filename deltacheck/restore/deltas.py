@@ -34,7 +34,7 @@ class Deltas:
     """Deltas of leaves, of which the first are read while the caller reads the keyframes.
 
     They are applied segment by segment and part by part. A part is read once, whatever number of
-    leaves it serves. Use it in a ``with`` statement, which waits for reads that an error has left.
+    leaves it serves.
     """
 
     def __init__(self, items: Mapping[str, Filling]) -> None:
@@ -43,10 +43,8 @@ class Deltas:
         self._started: deque[_Batch] = deque()
         self._start(NO_BYTES)
 
-    def __enter__(self) -> Deltas:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Wait for reads that an error has left."""
         for batch in self._started:
             batch.reading.settle()
 

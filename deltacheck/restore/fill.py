@@ -50,12 +50,7 @@ class StepReader:
     """
 
     def __init__(
-        self,
-        root: Root,
-        manifest: Manifest,
-        *,
-        max_bytes: int | None = None,
-        keep: bool = True,
+        self, root: Root, manifest: Manifest, *, max_bytes: int | None = None, keep: bool = True
     ) -> None:
         self.root = root
         self.manifest = manifest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -75,7 +76,7 @@ def read_across(
     }
     blocks = allocate_blocks(runs, chunks)
     items = {item.chain.spec.path: item for block in blocks for item in block}
-    with Deltas(items) as deltas:
+    with contextlib.closing(Deltas(items)) as deltas:
         for path, item in items.items():
             item.data[:] = earlier[path]
         deltas.apply()
@@ -185,7 +186,7 @@ def _fill(items: Mapping[str, Filling]) -> None:
     # Read while the reads of the deltas are planned.
     keyframes = _start_keyframes(items)
     try:
-        with Deltas(items) as deltas:
+        with contextlib.closing(Deltas(items)) as deltas:
             # Deltas are applied to the keyframes in place.
             keyframes.result()
             deltas.apply()

@@ -6,13 +6,7 @@ import logging
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from deltacheck.errors import (
-    ContractNotMet,
-    Damaged,
-    LeafNotFound,
-    LeafPruned,
-    StepNotFound,
-)
+from deltacheck.errors import ContractNotMet, Damaged, LeafNotFound, LeafPruned, StepNotFound
 from deltacheck.leaf import limits, sharding, tiles
 from deltacheck.leaf.contracts import RANK, name_of
 from deltacheck.leaf.spec import LeafSpec
@@ -86,11 +80,7 @@ def resolve_leaves(
 
 
 def _refuse_large(
-    root: Root,
-    manifest: Manifest,
-    paths: list[str],
-    whole_paths: list[str],
-    max_bytes: int | None,
+    root: Root, manifest: Manifest, paths: list[str], whole_paths: list[str], max_bytes: int | None
 ) -> None:
     """Raise ``BudgetExceeded`` if leaves, of which some are loaded whole, are too large."""
     specs, subject = manifest.specs, f"what is asked for of step {manifest.step}"
@@ -312,19 +302,6 @@ def _newest_with(root: Root, leaf: str) -> int | None:
 def stored_chains(leaves: Iterable[Leaf]) -> dict[str, Chain]:
     """Return the chains that leaves are read from, by the path that each is stored under."""
     return {chain.spec.path: chain for leaf in leaves for chain in leaf.stored_chains()}
-
-
-def stored_whole(leaves: Iterable[Leaf]) -> set[str]:
-    """Return the stored paths of exact leaves that each save stores whole.
-
-    Codes that were written whole are not among them: the next save compares them with the leaf.
-    """
-    return {
-        part.spec.path
-        for leaf in leaves
-        for part in leaf.parts
-        if isinstance(part, Chain) and part.is_stored_whole
-    }
 
 
 def matches(path: str, pattern: str) -> bool:

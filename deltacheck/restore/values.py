@@ -20,8 +20,8 @@ from deltacheck.restore.content import (
     check_budget,
     chunk_bytes,
 )
-from deltacheck.restore.leaf_kinds import Leaf, LoadedChunks
-from deltacheck.restore.resolve import stored_chains, stored_whole
+from deltacheck.restore.leaf_kinds import Chain, Leaf, LoadedChunks
+from deltacheck.restore.resolve import stored_chains
 from deltacheck.store.files.arrays import NO_BYTES
 
 _Content = TypeVar("_Content")
@@ -69,16 +69,14 @@ def load_leaves(
     joined = [path for path in leaves if len(boxes[path]) > 1]
     joined_bytes = sum(chunk_bytes(leaves[path].spec, numbers[path]) for path in joined)
 
-    def bytes_of(path: str, loaded: LoadedChunks) -> U8:
-        values = [leaves[path].values(box, loaded) for box in boxes[path]]
-        runs: list[U8] = [array.reshape(-1).view(np.uint8) for array in values]
-        return runs[0] if len(runs) == 1 else np.concatenate([NO_BYTES, *runs])
-
     def load(loaded: LoadedChunks) -> dict[str, Loaded]:
+        data: dict[str, U8] = {}
         # Computed leaves with a digest come first: they are verified while they are computed, and
         # the caller's memory (into) must not be written before.
-        ordered = sorted(leaves, key=lambda path: not leaves[path].is_verified_whole)
-        data = {path: bytes_of(path, loaded) for path in ordered}
+        for path in sorted(leaves, key=lambda path: not leaves[path].is_verified_whole):
+            values = [leaves[path].values(box, loaded) for box in boxes[path]]
+            runs: list[U8] = [array.reshape(-1).view(np.uint8) for array in values]
+            data[path] = runs[0] if len(runs) == 1 else np.concatenate([NO_BYTES, *runs])
         return {path: Loaded(leaf.spec, numbers[path], data[path]) for path, leaf in leaves.items()}
 
     return _read(leaves, boxes, load, max_bytes, stored, into, joined_bytes)
@@ -145,7 +143,13 @@ def _read(
         # Whole chains only: a save can continue from a leaf only if it has all of its content. It
         # needs no content of a leaf that it stores whole anyway.
         if stored is not None:
-            whole = stored_whole(leaves.values())
+            whole = {
+                part.spec.path
+                for leaf in leaves.values()
+                for part in leaf.parts
+                # Not codes, which the next save compares with the leaf.
+                if isinstance(part, Chain) and part.is_stored_whole
+            }
             stored.update(
                 {
                     path: data[path]

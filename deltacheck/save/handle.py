@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.spec import SaveReport
@@ -109,7 +110,7 @@ class SaveHandle:
         if state not in STATES:
             raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")
         progress = self._progress
-        if not progress.wait_until(lambda: progress.has_reached(state), timeout):
+        if not progress.wait_until(partial(progress.has_reached, state), timeout):
             raise TimeoutError(
                 f"the save of step {self.step} is only {self.state} after {timeout:.3g} s, not yet"
                 f" {state}"

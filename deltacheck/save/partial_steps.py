@@ -6,12 +6,13 @@ that no step needs any more, and ``gc --compact`` writes the others again withou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from deltacheck.leaf.contracts import weakest_of
-from deltacheck.leaf.tree import array_nodes, without_arrays
+from deltacheck.leaf.tree import Node, array_nodes, without_arrays
 from deltacheck.restore.chain import resolve_chains
 from deltacheck.restore.resolve import matches, needed_by
 from deltacheck.store.documents import encode_manifest
@@ -20,6 +21,8 @@ from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.root import Root
+
+_Value = TypeVar("_Value")
 
 
 def remove_leaves(
@@ -86,36 +89,54 @@ def partial_manifest(root: Root, manifest: Manifest, patterns: Sequence[str]) ->
     }
     if not wanted or manifest.lane_digests:
         return manifest
-    while True:
-        tree, removed = without_arrays(manifest.tree, wanted)
-        owners = {node.owner for node in array_nodes(tree).values()}
-        sources = set(needed_by(manifest, owners)) - owners
-        if not sources:
-            break
-        wanted |= sources
+    tree, owners, removed = _reduced(manifest, wanted)
     if not removed:
         return manifest
     # A container that was removed whole stands for what was removed below it before.
     earlier = [
         path for path in manifest.absent if not any(path.startswith(f"{n}/") for n in removed)
     ]
-    contracts = {path: value for path, value in manifest.contracts.items() if path in owners}
+    contracts = _only(owners, manifest.contracts)
+    arrays_left = array_nodes(tree)
     after = msgspec.structs.replace(
         manifest,
         tree=tree,
         absent=tuple(sorted([*earlier, *removed])),
-        leaves={path: value for path, value in manifest.leaves.items() if path in owners},
-        derived={path: value for path, value in manifest.derived.items() if path in owners},
-        tiles={path: value for path, value in manifest.tiles.items() if path in owners},
+        leaves=_only(owners, manifest.leaves),
+        derived=_only(owners, manifest.derived),
+        tiles=_only(owners, manifest.tiles),
         contracts=contracts,
         contract=weakest_of(contracts.values()),
         shardings=tuple(
             msgspec.structs.replace(sharding, leaves=leaves)
             for sharding in manifest.shardings
-            if (leaves := tuple(path for path in sharding.leaves if path in array_nodes(tree)))
+            if (leaves := tuple(path for path in sharding.leaves if path in arrays_left))
         ),
     )
     after = msgspec.structs.replace(after, must_understand=after.features)
     chains = resolve_chains(root, after, after.stored).values()
     needed = {segment.id for chain in chains for segment, _ in (chain.key, *chain.deltas)}
     return after.on([ref for ref in after.segments if ref.id in needed])
+
+
+def _reduced(manifest: Manifest, wanted: set[str]) -> tuple[Node, set[str], list[str]]:
+    """Return the tree of a step with some leaves, and with those that these follow from.
+
+    Args:
+        manifest: The step.
+        wanted: The leaves to keep.
+
+    Returns:
+        The tree, the leaves that hold the bytes of its arrays, and the paths that were removed.
+    """
+    while True:
+        tree, removed = without_arrays(manifest.tree, wanted)
+        owners = {node.owner for node in array_nodes(tree).values()}
+        sources = set(needed_by(manifest, owners)) - owners
+        if not sources:
+            return tree, owners, removed
+        wanted = wanted | sources
+
+
+def _only(paths: Container[str], leaves: Mapping[str, _Value]) -> dict[str, _Value]:
+    return {path: value for path, value in leaves.items() if path in paths}

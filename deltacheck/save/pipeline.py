@@ -114,12 +114,9 @@ class Pipeline:
         missing: list[str] = []
 
         def look() -> None:
-            if not isinstance(store.path, Path):
-                missing.extend(self._base.lost_objects(store, names))
-                return
             # Without time for more than the oldest data files: training waits.
             missing.extend(self._base.lost(store, names))
-            if missing:
+            if missing and isinstance(store.path, Path):
                 # The directories may be gone with the segments.
                 store.renew_folders()
 
@@ -155,7 +152,10 @@ class Pipeline:
         stuck = min(self.stuck, key=lambda stuck: stuck.step, default=None)
         if stuck is None:
             return False
-        failure = _hangs_in(stuck.step)
+        failure = SaveFailed(
+            f"the storage still hangs in the save of step {stuck.step}; nothing can be saved before"
+            " it answers, or by another process"
+        )
         if abandon is not None:
             Background(1, "deltacheck-abandon").start(partial(abandon, failure))
         self.refuse(progress, failure)
@@ -265,7 +265,11 @@ class Pipeline:
 
         Until its step exists, a failure leaves no step, and the next save writes whole leaves.
         """
-        self._require_continued(job)
+        if job.epoch != self._chains.epoch:
+            raise SaveFailed(
+                f"the save of step {job.request.step} stands on an earlier one that failed; the"
+                " next writes whole leaves"
+            )
         ref, refs = self._make_durable(job)
         failed_saves = self.failures.in_a_row
         manifest = job.manifest(refs, failed_saves, self._chains.merged_bytes())
@@ -283,16 +287,8 @@ class Pipeline:
         self.save_log.committed(job.setup.store.path, job.progress, report)
         job.progress.advance("committed", report)
         self._release(job.progress)
-        if job.whole_bytes >= freed_memory.LEAST_BYTES:
+        if job.segment.whole_bytes >= freed_memory.LEAST_BYTES:
             freed_memory.return_freed_memory()
-
-    def _require_continued(self, job: SaveJob) -> None:
-        """Raise ``SaveFailed`` if a save that failed meanwhile is the base of this one."""
-        if job.epoch != self._chains.epoch:
-            raise SaveFailed(
-                f"the save of step {job.request.step} stands on an earlier one that failed; the"
-                " next writes whole leaves"
-            )
 
     def _make_durable(self, job: SaveJob) -> tuple[SegmentRef | None, dict[str, SegmentRef]]:
         """Finish the segment of a save, and return it with all segments that the step needs."""
@@ -312,22 +308,18 @@ class Pipeline:
         """Read back what was written, if the options ask for it."""
         # Before the commit, so that no step exists whose files differ from the state.
         if job.setup.options.verify == "commit":
-            store, digests = job.setup.store, job.live_digests
+            store, leaves = job.setup.store, job.leaves.items()
+            digests = {path: leaf.live_digest for path, leaf in leaves if leaf.live_digest}
             read_back = partial(receipt.rebuild, store, manifest, digests, job.segment.entries)
-            job.progress.give_receipt(self._on_disk(job, read_back))
+            job.progress.receipt = self._on_disk(job, read_back)
+            job.progress.beat()
 
     def _require_base(self, job: SaveJob, refs: Collection[str]) -> None:
         """Raise ``SaveFailed`` if segments that the step needs are gone, or have lost files."""
-        store = job.setup.store
-
-        def look() -> list[str]:
-            if not isinstance(store.path, Path):
-                # What this save has just written was acknowledged by the store.
-                return self._base.lost_objects(store, set(refs) - {job.writer.id})
-            return self._base.lost(store, refs, SHARE * (time.perf_counter() - job.request.begin))
-
+        store, seconds = job.setup.store, SHARE * (time.perf_counter() - job.request.begin)
         # The last moment before the step is acknowledged: others, such as a purge of old files, may
         # have removed what it stands on.
+        look = partial(self._base.lost, store, refs, seconds, acknowledged=job.writer.id)
         missing = self._on_disk(job, look)
         if missing:
             raise SaveFailed(
@@ -396,10 +388,3 @@ class Pipeline:
         """Record that no thread hangs in this save, which must have ended."""
         with self._lock:
             self.stuck.discard(progress)
-
-
-def _hangs_in(step: int) -> SaveFailed:
-    return SaveFailed(
-        f"the storage still hangs in the save of step {step}; nothing can be saved before it"
-        " answers, or by another process"
-    )

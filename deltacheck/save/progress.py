@@ -45,7 +45,9 @@ class Progress:
         # The save reads nothing but copies of its own.
         self.is_own = False
         self._pulse = pulse or Pulse(math.inf)
-        self._pulse.beat()
+        # Records that the save is making progress, for those who wait without a timeout.
+        self.beat = self._pulse.beat
+        self.beat()
         self._owner = os.getpid()
         self._lock, self._changed = Lock(), Condition()
 
@@ -144,7 +146,7 @@ class Progress:
 
     def advance(self, state: str, report: SaveReport | None = None) -> None:
         """Enter a state, unless the save was given up before."""
-        self._pulse.beat()
+        self.beat()
         with self._lock:
             # A save that was given up stays failed, although its thread may still finish it.
             if self.error is None:
@@ -163,11 +165,6 @@ class Progress:
                 self.state = "failed"
         self._changed.notify()
 
-    def give_receipt(self, receipt: Receipt) -> None:
-        """Record that the step was read back."""
-        self._pulse.beat()
-        self.receipt = receipt
-
     def mark_reads_enqueued(self) -> None:
         """Record that every read of the state is enqueued on its device."""
         self.reads_enqueued = True
@@ -177,10 +174,6 @@ class Progress:
         """Record that the save reads nothing but copies of its own: nothing waits for it."""
         self.is_own = True
         self.mark_reads_enqueued()
-
-    def beat(self) -> None:
-        """Record that the save is making progress, for those who wait without a timeout."""
-        self._pulse.beat()
 
 
 def as_save_failed(step: int, error: BaseException) -> Exception:

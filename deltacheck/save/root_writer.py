@@ -304,11 +304,7 @@ def prune(
 
 
 def delete(
-    root: Root,
-    step: int,
-    *,
-    dry_run: bool = False,
-    still_ours: Callable[[], None] | None = None,
+    root: Root, step: int, *, dry_run: bool = False, still_ours: Callable[[], None] | None = None
 ) -> tuple[Checkpoint, ...]:
     """Delete every checkpoint of a training step. Its segments stay until they are collected.
 
@@ -344,7 +340,7 @@ def delete(
         if names:
             raise StepTagged(
                 f"step {step} of {root.path} is tagged {', '.join(map(repr, names))}. To delete it,"
-                f" take the tag away first: deltacheck untag ROOT {names[0]}, or"
+                f" take the tag away first: deltacheck tag ROOT --delete {names[0]}, or"
                 f" engine.untag({names[0]!r})"
             )
         checkpoints = _checkpoints(briefs)

@@ -22,7 +22,7 @@ from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.save.chains.chain_state import ChainState, Numbers
 from deltacheck.save.chains.compactor import Compactor
 from deltacheck.save.handle import SaveHandle, progress_of
-from deltacheck.save.job.manifest_builder import SaveRequest
+from deltacheck.save.job.manifest_builder import SaveRequest, Terms
 from deltacheck.save.job.save_job import SaveJob
 from deltacheck.save.job.setup import Setup
 from deltacheck.save.job.shadow_file import ShadowFile
@@ -225,13 +225,14 @@ class Saver:
         self._renew_lost_base(progress)
         remarks = [remark for remark in (self._loss, request.note) if remark]
         request, self._loss = dataclasses.replace(request, note="; ".join(remarks)), ""
-        stored_sources, terms = self._treatment.plan(
-            request.step, sources, request.tree, request.metrics, agreed
-        )
-        return self.chains.begin(
-            stored_sources.keys(),
-            lambda turn: SaveJob(self._setup, request, turn, stored_sources, terms, progress),
-        )
+        terms: Callable[[], Terms] = Terms
+        # The common case must not read a single leaf on the training thread.
+        if not self.is_exact:
+            sources, terms = self._treatment.plan(
+                request.step, sources, request.tree, request.metrics, agreed
+            )
+        job = partial(SaveJob, self._setup, request, sources, terms, progress)
+        return self.chains.begin(sources.keys(), job)
 
     def groups(self, specs: Mapping[str, LeafSpec], tree: Node) -> list[list[str]]:
         """Return the leaves that one rank should write, of all leaves of the ranks of a save."""
@@ -254,7 +255,8 @@ class Saver:
         Args:
             manifest: The manifest of the step.
         """
-        self._treatment.resumed(manifest.rates)
+        if not self.is_exact:
+            self._treatment.resumed(manifest.rates)
         if self.on_resume is not None:
             self.on_resume(manifest.course)
 

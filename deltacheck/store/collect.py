@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -122,29 +122,52 @@ def collect(
         for name in candidates - needed_ids - set(protected)
         if writer_is_dead or layout.seq_of(name) <= newest_seq
     }
-    marks, now = _read_marks(root.store.path), _now()
-    # A mark of another start of the machine, or one of the future, says nothing: its segment waits
-    # anew.
-    first_marks = {
-        name: (
-            mark
-            if (mark := marks.get(name)) and mark.boot == now.boot and mark.seconds <= now.seconds
-            else now
-        )
-        for name in unneeded
-    }
-    late = {name for name in unneeded if now.seconds - first_marks[name].seconds >= grace_seconds}
-    due = sorted(name for name in late if is_current or name in marks)
+    # The time of day may jump while a reader reads. A machine that sleeps stops its readers, too.
+    marks, now = _read_marks(root.store.path), _Mark(boot(), time.monotonic())
+    first_marks, late = _timed(unneeded, marks, now, grace_seconds)
+    due = sorted(late if is_current else late & marks.keys())
     waiting = tuple(sorted(unneeded - set(due)))
     sizes = {name: arrays.bytes_on_disk(root.store.path / layout.SEGMENTS / name) for name in due}
     if dry_run:
         return Collected(tuple(due), waiting, sum(sizes.values()))
     if due and is_current:
         _sync_deletions(root, steps)
+    removed, in_use, failed = _remove_all(root, due, still_ours)
+    _write_marks(root.store, {name: first_marks[name] for name in unneeded - set(removed)}, marks)
+    if failed:
+        raise failed[0]
+    return Collected(tuple(removed), waiting, sum(map(sizes.__getitem__, removed)), tuple(in_use))
+
+
+def _timed(
+    unneeded: Iterable[str], marks: Mapping[str, _Mark], now: _Mark, grace_seconds: float
+) -> tuple[dict[str, _Mark], set[str]]:
+    """Return when each unneeded segment was first found so, and those that have waited so long.
+
+    A mark of another start of the machine, or one of the future, says nothing: its segment waits
+    anew.
+    """
+    before = {
+        name: mark
+        for name, mark in marks.items()
+        if mark.boot == now.boot and mark.seconds <= now.seconds
+    }
+    first_marks = {name: before.get(name, now) for name in unneeded}
+    late = {
+        name for name, mark in first_marks.items() if now.seconds - mark.seconds >= grace_seconds
+    }
+    return first_marks, late
+
+
+def _remove_all(
+    root: Root, names: Iterable[str], still_ours: Callable[[], None] | None
+) -> tuple[list[str], list[str], list[OSError]]:
+    """Remove segments; return those removed, those that a reader has open, and the failures."""
     removed: list[str] = []
     in_use: list[str] = []
     failed: list[OSError] = []
-    for name in due:
+    store = root.store.path
+    for name in names:
         # Checked before each: another process may take the root over while this one hangs, and go
         # on from a segment that no step needs yet.
         if still_ours is not None:
@@ -156,10 +179,7 @@ def collect(
         except OSError as error:
             # The segment stays a candidate, and the others are removed.
             failed.append(error)
-    _write_marks(root.store, {name: first_marks[name] for name in unneeded - set(removed)}, marks)
-    if failed:
-        raise failed[0]
-    return Collected(tuple(removed), waiting, sum(sizes[name] for name in removed), tuple(in_use))
+    return removed, in_use, failed
 
 
 def _needed(root: Root) -> tuple[int, set[str], Collection[Place]]:
@@ -255,11 +275,6 @@ def _remove(path: Place, durability: Durability) -> bool:
     storage_of(path).remove_tree_with_others()
     durability.sync_directory(path.parent)
     return True
-
-
-def _now() -> _Mark:
-    # The time of day may jump while a reader reads. A machine that sleeps stops its readers, too.
-    return _Mark(boot(), time.monotonic())
 
 
 def boot() -> str:

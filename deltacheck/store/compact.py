@@ -179,30 +179,11 @@ def _segments(compact: Compact) -> tuple[SegmentRef, ...]:
 
 def _tiles(compact: Compact, most_tiles: int) -> dict[str, Tiles]:
     """Return the leaves in tiles. Each rule is carried out once, after a check of its result."""
-    if any(number < 0 for axis_numbers in compact.cuts for number in axis_numbers) or any(
-        leaf.cuts < 0 or leaf.lanes < 0 for leaf in compact.leaves.values()
-    ):
-        raise LookupError("a number of it is negative")
-    if not all(axis.is_possible for axis in compact.axes):
-        raise ValueError("one of its axes cannot be cut as it says")
-    counts = [
-        math.prod(compact.axes[number].count for number in axis_numbers)
-        for axis_numbers in compact.cuts
-    ]
-    place_counts = [length(place) for place in compact.places]
-    total = sum(counts[leaf.cuts] for leaf in compact.leaves.values())
-    if total > most_tiles:
-        raise ValueError(f"its {total} tiles are more than the {most_tiles} of a file of its size")
-    for path, leaf in compact.leaves.items():
-        count = counts[leaf.cuts]
-        if place_counts[leaf.lanes] != count or any(
-            short and length(short) != count for short in (leaf.form, leaf.from_steps)
-        ):
-            raise ValueError(f"leaf {path!r} has {count} tiles, and other numbers for them")
-    used_cuts = {leaf.cuts for leaf in compact.leaves.values()}
+    _require_possible(compact, most_tiles)
+    # Cuts and lanes that no leaf has are not made.
     cuts = {
         number: tuple(compact.axes[axis].cuts() for axis in compact.cuts[number])
-        for number in used_cuts
+        for number in {leaf.cuts for leaf in compact.leaves.values()}
     }
     lanes = {
         number: numbers(compact.places[number])
@@ -221,6 +202,30 @@ def _tiles(compact: Compact, most_tiles: int) -> dict[str, Tiles]:
         )
         for path, leaf in compact.leaves.items()
     }
+
+
+def _require_possible(compact: Compact, most_tiles: int) -> None:
+    """Raise an error unless the leaves in tiles can be made: no rule is carried out before."""
+    leaves = compact.leaves.values()
+    used = itertools.chain(*compact.cuts, *((leaf.cuts, leaf.lanes) for leaf in leaves))
+    if min(used, default=0) < 0:
+        raise LookupError("a number of it is negative")
+    if not all(axis.is_possible for axis in compact.axes):
+        raise ValueError("one of its axes cannot be cut as it says")
+    counts = [
+        math.prod(compact.axes[number].count for number in axis_numbers)
+        for axis_numbers in compact.cuts
+    ]
+    place_counts = [length(place) for place in compact.places]
+    total = sum(counts[leaf.cuts] for leaf in leaves)
+    if total > most_tiles:
+        raise ValueError(f"its {total} tiles are more than the {most_tiles} of a file of its size")
+    for path, leaf in compact.leaves.items():
+        count = counts[leaf.cuts]
+        if place_counts[leaf.lanes] != count or any(
+            short and length(short) != count for short in (leaf.form, leaf.from_steps)
+        ):
+            raise ValueError(f"leaf {path!r} has {count} tiles, and other numbers for them")
 
 
 def lane_digest(digests: str) -> str:

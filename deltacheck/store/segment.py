@@ -277,8 +277,8 @@ class SegmentWriter:
         return SegmentRef(self.id, document_digest(content), stored_bytes)
 
 
-# Waits for the content of a segment's table, and returns it.
-TableRead: TypeAlias = Callable[[], bytes]
+# Waits for the content of a segment's table, and returns it with the version of its file.
+TableRead: TypeAlias = Callable[[], tuple[bytes | None, object]]
 
 
 def document_digest(content: bytes) -> str:
@@ -289,8 +289,7 @@ def document_digest(content: bytes) -> str:
 def start_table(root: Place, ref: SegmentRef) -> TableRead:
     """Begin to read the table of a segment; a local file is read when the result is asked for."""
     file = root / layout.SEGMENTS / ref.id / "zarr.json"
-    finish = storage_of(file).start_read(documents.MAX_DOCUMENT_BYTES)
-    return lambda: finish()[0] or b""
+    return storage_of(file).start_read(documents.MAX_DOCUMENT_BYTES)
 
 
 class Segment:
@@ -310,7 +309,7 @@ class Segment:
         self.id = ref.id
         self.path = root / layout.SEGMENTS / ref.id
         try:
-            content = (table or start_table(root, ref))()
+            content = (table or start_table(root, ref))()[0] or b""
         except FileNotFoundError:
             raise ChainBroken(
                 f"segment {ref.id} is not in {root}", file=self.path / "zarr.json"
@@ -438,7 +437,7 @@ def load_tables(parts: Iterable[PartReader]) -> None:
     )
     _check_indexes(parts, ends, index)
     offsets = np.zeros((ends[-1] + 1, len(STREAMS)), np.uint64)
-    np.cumsum(_stream_size_table(index), axis=0, out=offsets[1:])
+    np.cumsum(stream_size_table(index), axis=0, out=offsets[1:])
     totals = offsets.sum(axis=1)
     for part, begin, end in zip(parts, ends, ends[1:], strict=False):
         of_part = slice(begin, end + 1)
@@ -626,10 +625,10 @@ def join_rows(
 
 def stream_sizes(index: U32) -> dict[str, U64]:
     """Return the bytes of each row in each stream (format.md 4.2), uint64 ``(rows,)`` each."""
-    return dict(zip(STREAMS, _stream_size_table(index).T, strict=True))
+    return dict(zip(STREAMS, stream_size_table(index).T, strict=True))
 
 
-def _stream_size_table(index: U32) -> U64:
+def stream_size_table(index: U32) -> U64:
     """Return the bytes of each row in each stream, uint64 ``(rows, streams)``."""
     # In uint64: the bytes of a chunk may exceed 32 bits.
     words, width = index[:, WORDS].astype(np.uint64), index[:, WORD_BYTES].astype(np.uint64)

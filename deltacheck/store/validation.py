@@ -10,15 +10,16 @@ import graphlib
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deltacheck.codec import derivation
 from deltacheck.codec.base import STREAMS
 from deltacheck.codec.derivation import Derived
 from deltacheck.leaf import grid, tiles, tree
-from deltacheck.leaf.contracts import Bounded, Promise, name_of, weakest_of
+from deltacheck.leaf.contracts import Bounded, Promise, Reused, weakest_of
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.store import layout
@@ -60,23 +61,14 @@ def check_manifest(manifest: Manifest) -> None:
     if owners != manifest.leaves.keys() | manifest.derived.keys() | manifest.tiles.keys():
         raise ValueError("its tree and its leaves do not match")
     _check_tiles(manifest)
-    _check_absent(manifest)
-    specs = manifest.specs if manifest.derived else {}
-    for path, derived in manifest.derived.items():
-        owner = manifest.derived.get(derived.of)
-        if derived.is_part and derived.of and (owner is None or not owner.is_part or owner.of):
-            raise ValueError(f"leaf {path!r} is a part of a group that is none: {derived}")
-        _check_derived(path, derived, manifest.leaves.get(path), specs)
-    _check_order(manifest)
-    for path, promise in manifest.contracts.items():
-        is_reused = name_of(promise.terms) == "reused"
-        if (
-            path not in owners
-            or (promise.from_step is not None) != is_reused
-            or (promise.age_steps is not None and (promise.age_steps < 0 or not is_reused))
-            or not _has_unit(promise)
-        ):
-            raise ValueError(f"the contract of leaf {path!r} is not one that a leaf can have")
+    if manifest.absent:
+        _check_absent(manifest)
+    if manifest.derived:
+        _check_rules(manifest)
+    if manifest.derived or manifest.tiles:
+        _check_order(manifest)
+    if manifest.contracts:
+        _check_contracts(manifest, owners)
     weakest = weakest_of(manifest.contracts.values())
     if manifest.contract != weakest or manifest.stage not in STAGES:
         raise ValueError(
@@ -86,6 +78,26 @@ def check_manifest(manifest: Manifest) -> None:
     # In both directions: an older reader would misread a step whose feature is not listed.
     if set(manifest.features) != set(manifest.must_understand):
         raise ValueError(f"its leaves and the features {manifest.must_understand} do not match")
+
+
+def _check_rules(manifest: Manifest) -> None:
+    """Check the rules by which leaves that are not in tiles follow from stored content."""
+    specs = manifest.specs
+    for path, derived in manifest.derived.items():
+        if derived.is_part and derived.of and not _is_group(manifest.derived.get(derived.of)):
+            raise ValueError(f"leaf {path!r} is a part of a group that is none: {derived}")
+        _check_derived(path, derived, manifest.leaves.get(path), specs)
+
+
+def _is_group(rule: Derived | None) -> bool:
+    """Return True if what follows by a rule is stored as a group that other leaves are part of."""
+    return rule is not None and rule.is_part and not rule.of
+
+
+def _check_contracts(manifest: Manifest, owners: Set[str]) -> None:
+    for path, promise in manifest.contracts.items():
+        if path not in owners or not _is_possible(promise):
+            raise ValueError(f"the contract of leaf {path!r} is not one that a leaf can have")
 
 
 def check_head(manifest: Manifest | ManifestHead) -> None:
@@ -101,8 +113,6 @@ def check_head(manifest: Manifest | ManifestHead) -> None:
 
 def _check_absent(manifest: Manifest) -> None:
     """Check that the tree has ``None`` in place of everything that was removed."""
-    if not manifest.absent:
-        return
     scalars = tree.scalars(manifest.tree)
     if list(manifest.absent) != sorted(set(manifest.absent)) or any(
         scalars.get(path, path) is not None for path in manifest.absent
@@ -110,11 +120,16 @@ def _check_absent(manifest: Manifest) -> None:
         raise ValueError("it has leaves that it declares absent")
 
 
-def _has_unit(promise: Promise) -> bool:
-    """Return True if a learning rate of the contract, if there is one, can be the unit of it."""
+def _is_possible(promise: Promise) -> bool:
+    """Return True if a leaf can have a contract."""
     terms = promise.terms
+    if isinstance(terms, Reused):
+        return promise.from_step is not None and (promise.age_steps or 0) >= 0
+    if promise.from_step is not None or promise.age_steps is not None:
+        return False
     if not isinstance(terms, Bounded) or terms.rate is None:
         return True
+    # A learning rate can only be the unit of an error.
     return terms.norm == "lr" and 0 < terms.rate < math.inf
 
 
@@ -125,24 +140,44 @@ def _check_segments(manifest: Manifest) -> None:
     """
     ids = [ref.id for ref in manifest.segments]
     seqs = [layout.seq_of(name) for name in ids]
-    is_one_per_save = TILES not in manifest.must_understand
-    if any(
-        a > b or (a == b and (is_one_per_save or x >= y))
-        for (a, x), (b, y) in itertools.pairwise(zip(seqs, ids, strict=True))
-    ):
+    if not _ascends(zip(seqs, ids, strict=True) if TILES in manifest.must_understand else seqs):
         raise ValueError("its segments are not in ascending order")
+    numbers = set(range(len(ids)))
     for lane in manifest.lanes:
-        if any(a >= b for a, b in itertools.pairwise(lane)) or any(
-            not 0 <= number < len(ids) for number in lane
-        ):
+        if not (_ascends(lane) and numbers.issuperset(lane)):
             raise ValueError("one of its lanes is not a list of its segments in order")
-    if manifest.lanes and {number for lane in manifest.lanes for number in lane} != set(
-        range(len(ids))
-    ):
+    if manifest.lanes and numbers != set().union(*manifest.lanes):
         raise ValueError("its lanes do not use all of its segments")
 
 
+def _ascends(values: Iterable[Any]) -> bool:
+    """Return True if each value is larger than the one before it."""
+    return all(a < b for a, b in itertools.pairwise(values))
+
+
 def _check_tiles(manifest: Manifest) -> None:
+    _check_lanes(manifest)
+    # Leaves of a compact manifest share the objects of their cuts and lanes: each is checked once.
+    checked: set[int] = set()
+    kinds: set[tuple[int, str, tuple[str, ...]]] = set()
+    for path, cut in manifest.tiles.items():
+        is_whole = path in manifest.leaves or path in manifest.derived
+        are_cuts_possible = id(cut.cuts) in checked or tiles.is_possible(cut.cuts)
+        if is_whole or not are_cuts_possible or not _is_a_shape(cut.shape):
+            raise ValueError(f"leaf {path!r} cannot be cut as it says")
+        _check_places(path, cut, manifest, are_lanes_checked=id(cut.lanes) in checked)
+        checked |= {id(cut.cuts), id(cut.lanes)}
+        _check_forms(path, cut, manifest)
+        # A check for each shape is enough, and a leaf may have millions of tiles.
+        kind = (id(cut.cuts), cut.dtype, cut.codes)
+        if kind not in kinds:
+            kinds.add(kind)
+            for record in _kinds(cut):
+                _check_leaf(path, record)
+
+
+def _check_lanes(manifest: Manifest) -> None:
+    """Check the lanes of whole leaves, the names of leaves beside tiles, and digests of lanes."""
     lane_count = len(manifest.lanes)
     if any(not -1 <= record.lane < lane_count for record in manifest.leaves.values()):
         raise ValueError("a leaf lies in a lane that it does not have")
@@ -153,45 +188,32 @@ def _check_tiles(manifest: Manifest) -> None:
         or not all(_is_digests(digest, 1) for digest in manifest.lane_digests)
     ):
         raise ValueError(f"it has {lane_count} lanes and other digests of lanes")
-    # Leaves of a compact manifest share the objects of their cuts and lanes: each is checked once.
-    checked: set[int] = set()
-    kinds: set[tuple[int, str, tuple[str, ...]]] = set()
-    for path, cut in manifest.tiles.items():
-        if (
-            path in manifest.leaves
-            or path in manifest.derived
-            or not (id(cut.cuts) in checked or tiles.is_possible(cut.cuts))
-            or not _is_a_shape(cut.shape)
-        ):
-            raise ValueError(f"leaf {path!r} cannot be cut as it says")
-        count = tiles.count(cut.cuts)
-        is_left = bool(manifest.lane_digests) and not cut.digests
-        if (
-            count > _MAX_TILES
-            or len(cut.lanes) != count
-            or not (is_left or _is_digests(cut.digests, count))
-        ):
-            raise ValueError(
-                f"leaf {path!r} has {count} tiles, {len(cut.lanes)} lanes and {len(cut.digests)}"
-                " digits of digests"
-            )
-        if id(cut.lanes) not in checked and not -1 <= min(cut.lanes) <= max(cut.lanes) < lane_count:
-            raise ValueError(f"leaf {path!r} has a tile in a lane that it does not have")
-        checked |= {id(cut.cuts), id(cut.lanes)}
-        # Tables have the digests of what is stored, and each belongs to a lane.
-        if is_left and (not all(cut.codes) or -1 in cut.lanes):
-            raise ValueError(f"leaf {path!r} leaves digests to tables that do not have them")
-        _check_forms(path, cut, count, manifest)
-        # A check for each shape is enough, and a leaf may have millions of tiles.
-        kind = (id(cut.cuts), cut.dtype, cut.codes)
-        if kind not in kinds:
-            kinds.add(kind)
-            for record in _kinds(cut):
-                _check_leaf(path, record)
 
 
-def _check_forms(path: str, cut: Tiles, count: int, manifest: Manifest) -> None:
+def _check_places(path: str, cut: Tiles, manifest: Manifest, *, are_lanes_checked: bool) -> None:
+    """Check that a leaf has a lane and a digest for each of its tiles."""
+    count = tiles.count(cut.cuts)
+    is_left = bool(manifest.lane_digests) and not cut.digests
+    if (
+        count > _MAX_TILES
+        or len(cut.lanes) != count
+        or not (is_left or _is_digests(cut.digests, count))
+    ):
+        raise ValueError(
+            f"leaf {path!r} has {count} tiles, {len(cut.lanes)} lanes and {len(cut.digests)}"
+            " digits of digests"
+        )
+    lane_count = len(manifest.lanes)
+    if not are_lanes_checked and not -1 <= min(cut.lanes) <= max(cut.lanes) < lane_count:
+        raise ValueError(f"leaf {path!r} has a tile in a lane that it does not have")
+    # Tables have the digests of what is stored, and each belongs to a lane.
+    if is_left and (not all(cut.codes) or -1 in cut.lanes):
+        raise ValueError(f"leaf {path!r} leaves digests to tables that do not have them")
+
+
+def _check_forms(path: str, cut: Tiles, manifest: Manifest) -> None:
     """Check the rules by which the tiles of a leaf follow from stored content."""
+    count = len(cut.lanes)
     if cut.form and (
         len(cut.form) != count or any(not -1 <= number < len(cut.forms) for number in cut.form)
     ):
@@ -205,31 +227,33 @@ def _check_forms(path: str, cut: Tiles, count: int, manifest: Manifest) -> None:
         if len(cut.from_steps) != count or min(cut.from_steps) != oldest:
             raise ValueError(f"leaf {path!r} has tiles of other steps than its contract names")
     for rule, codes in zip(cut.forms, cut.codes, strict=True):
-        # A tile follows from tiles at the same place, so all of these leaves are cut alike.
-        if (
-            (rule.dtype, rule.shape, rule.digest) != (cut.dtype, cut.shape, "")
-            or not all(source in manifest.tiles for source in rule.sources)
-            or any(manifest.tiles[source].cuts != cut.cuts for source in rule.sources)
-        ):
-            raise ValueError(f"the tiles of leaf {path!r} cannot be derived as they say: {rule}")
-        # A rule that is not known is refused below.
-        shape = derivation.code_shape(rule) if rule.how in derivation.RULES else cut.shape
-        record = LeafRecord(codes, shape, (), "") if codes else None
-        sources = {source: manifest.spec(source) for source in rule.sources}
-        _check_derived(path, rule, record, sources)
-    _check_tiles_of_groups(path, cut, count, manifest)
+        _check_form(path, cut, rule, codes, manifest)
+    if any(rule.is_part and rule.of for rule in cut.forms):
+        _check_tiles_of_groups(path, cut, manifest)
 
 
-def _check_tiles_of_groups(path: str, cut: Tiles, count: int, manifest: Manifest) -> None:
+def _check_form(path: str, cut: Tiles, rule: Derived, codes: str, manifest: Manifest) -> None:
+    """Check a rule of some tiles of a leaf, and the element type of what is stored of them."""
+    sources = [manifest.tiles.get(source) for source in rule.sources]
+    # A tile follows from tiles at the same place, so all of these leaves are cut alike.
+    are_cut_alike = all(source is not None and source.cuts == cut.cuts for source in sources)
+    form = (rule.dtype, rule.shape, rule.digest)
+    if form != (cut.dtype, cut.shape, "") or not are_cut_alike:
+        raise ValueError(f"the tiles of leaf {path!r} cannot be derived as they say: {rule}")
+    # A rule that is not known is refused below.
+    shape = derivation.code_shape(rule) if rule.how in derivation.RULES else cut.shape
+    record = LeafRecord(codes, shape, (), "") if codes else None
+    specs = {source: manifest.spec(source) for source in rule.sources}
+    _check_derived(path, rule, record, specs)
+
+
+def _check_tiles_of_groups(path: str, cut: Tiles, manifest: Manifest) -> None:
     """Check that each tile that is a part of a group names a tile that is stored as one."""
-    if not any(rule.is_part and rule.of for rule in cut.forms):
-        return
-    for number in range(count):
+    for number in range(len(cut.lanes)):
         rule = cut.rule(number)
         if rule is None or not (rule.is_part and rule.of):
             continue
-        owner = manifest.tiles[rule.of].rule(number)
-        if owner is None or not owner.is_part or owner.of:
+        if not _is_group(manifest.tiles[rule.of].rule(number)):
             raise ValueError(f"a tile of leaf {path!r} is a part of a group that is none: {rule}")
 
 
@@ -331,6 +355,68 @@ def _is_a_shape(shape: tuple[int, ...]) -> bool:
     )
 
 
+@dataclass(slots=True)
+class _Needs:
+    """The needs of the leaves of a segment. Its table must declare exactly these.
+
+    Args:
+        seq: The sequence number of the segment.
+        packed: The ranges of elements in each packed array.
+        rows: The ranges of rows in each part.
+        raw_bytes: By part, the bytes of the leaves with rows in it.
+        digests: The ranges of chunk digests.
+        arrays: The names of arrays of one leaf.
+    """
+
+    seq: int
+    packed: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    rows: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    raw_bytes: dict[int, int] = field(default_factory=dict)
+    digests: list[tuple[int, int]] = field(default_factory=list)
+    arrays: set[str] = field(default_factory=set)
+
+    def add(self, path: str, entry: LeafEntry) -> None:
+        """Add the needs of a leaf. Raise an error if no leaf can have such an entry."""
+        form = _check_leaf(path, entry)
+        key, stored_rows = entry.key, form.chunks
+        if (key is None) == (not entry.delta):
+            raise ValueError(f"leaf {path!r} must be either a keyframe or a delta")
+        if key is None:
+            stored_rows = self._add_delta(path, entry, form)
+        elif key.array:
+            self._add_array(path, key.array, len(entry.shape))
+        elif key.packed == form.storage:
+            self.packed.setdefault(key.packed, []).append((key.offset, form.elements))
+        else:
+            raise ValueError(
+                f"leaf {path!r} is packed as {key.packed!r}, but its type is stored as"
+                f" {form.storage!r}"
+            )
+        if entry.since != -1 and not (entry.base and 0 <= entry.since <= self.seq):
+            raise ValueError(f"leaf {path!r} cannot replace entries since {entry.since}")
+        self.digests.append((entry.digests, stored_rows))
+
+    def _add_delta(self, path: str, entry: LeafEntry, form: _Form) -> int:
+        """Add the rows of a delta, and return their number."""
+        stored_rows = 0
+        for part, first, count in entry.delta:
+            self.rows.setdefault(part, []).append((first, count))
+            self.raw_bytes[part] = self.raw_bytes.get(part, 0) + form.raw_bytes
+            stored_rows += count
+        if stored_rows > form.chunks or (not entry.base and stored_rows != form.chunks):
+            raise ValueError(f"leaf {path!r} has {stored_rows} rows for {form.chunks} chunks")
+        return stored_rows
+
+    def _add_array(self, path: str, name: str, axes: int) -> None:
+        if name in self.arrays or not layout.is_array_name(name):
+            raise ValueError(f"{name!r} is not an array name, or stands twice")
+        if axes > _MAX_ARRAY_RANK:
+            raise ValueError(
+                f"leaf {path!r} is an array of {axes} axes, more than {_MAX_ARRAY_RANK}"
+            )
+        self.arrays.add(name)
+
+
 def check_segment(table: SegmentTable) -> None:
     """Raise an error unless everything that a table declares follows from its leaves.
 
@@ -338,45 +424,9 @@ def check_segment(table: SegmentTable) -> None:
     """
     if not layout.is_segment_id(table.id):
         raise ValueError(f"{table.id!r} is not the name of a segment")
-    seq = layout.seq_of(table.id)
-    names: set[str] = set()
-    packed: dict[str, list[tuple[int, int]]] = {}
-    digests: list[tuple[int, int]] = []
-    rows: dict[int, list[tuple[int, int]]] = {}
-    raw_bytes: dict[int, int] = {}
+    needs = _Needs(layout.seq_of(table.id))
     for path, entry in table.leaves.items():
-        form = _check_leaf(path, entry)
-        key = entry.key
-        if (key is None) == (not entry.delta):
-            raise ValueError(f"leaf {path!r} must be either a keyframe or a delta")
-        stored_rows = form.chunks
-        if key is None:
-            stored_rows = 0
-            for part, first, count in entry.delta:
-                rows.setdefault(part, []).append((first, count))
-                raw_bytes[part] = raw_bytes.get(part, 0) + form.raw_bytes
-                stored_rows += count
-            if stored_rows > form.chunks or (not entry.base and stored_rows != form.chunks):
-                raise ValueError(f"leaf {path!r} has {stored_rows} rows for {form.chunks} chunks")
-        elif key.array:
-            if key.array in names or not layout.is_array_name(key.array):
-                raise ValueError(f"{key.array!r} is not an array name, or stands twice")
-            if len(entry.shape) > _MAX_ARRAY_RANK:
-                raise ValueError(
-                    f"leaf {path!r} is an array of {len(entry.shape)} axes, more than"
-                    f" {_MAX_ARRAY_RANK}"
-                )
-            names.add(key.array)
-        else:
-            if key.packed != form.storage:
-                raise ValueError(
-                    f"leaf {path!r} is packed as {key.packed!r}, but its type is stored as"
-                    f" {form.storage!r}"
-                )
-            packed.setdefault(key.packed, []).append((key.offset, form.elements))
-        if entry.since != -1 and not (entry.base and 0 <= entry.since <= seq):
-            raise ValueError(f"leaf {path!r} cannot replace entries since {entry.since}")
-        digests.append((entry.digests, stored_rows))
+        needs.add(path, entry)
     # In both directions: an older reader would take what is replaced for a part of the chain.
     # The index of a part shows which features its chunks need.
     if table.must_understand != segment_features(table.leaves, table.must_understand):
@@ -385,22 +435,20 @@ def check_segment(table: SegmentTable) -> None:
         len(part.index) % INDEX_ROW_BYTES for part in table.parts
     ):
         raise ValueError("its digests or an index of it end within a row")
-    _check_covers(digests, table.digest_count, "digests")
-    if packed.keys() != table.packed.keys() or rows.keys() != set(range(len(table.parts))):
+    _check_covers(needs.digests, table.digest_count, "digests")
+    parts = set(range(len(table.parts)))
+    if needs.packed.keys() != table.packed.keys() or needs.rows.keys() != parts:
         raise ValueError("its packed arrays or its parts are not those that its leaves name")
-    for storage, ranges in packed.items():
+    for storage, ranges in needs.packed.items():
         _check_covers(ranges, table.packed[storage], f"packed/{storage}")
     for number, declared in enumerate(table.parts):
-        _check_covers(rows[number], declared.rows, f"{layout.DELTA}.{number}")
+        _check_covers(needs.rows[number], declared.rows, f"{layout.DELTA}.{number}")
         # No chunk is stored in more than its own bytes. The bound is generous, and keeps a reader
         # from allocating what a forged length asks for.
-        limit = 2 * raw_bytes[number] + 1024 * declared.rows
+        limit = 2 * needs.raw_bytes[number] + 1024 * declared.rows
         for name, stream in declared.streams.items():
-            if (
-                name not in STREAMS
-                or stream.codec not in ("stream", "store")
-                or not 0 < stream.length <= limit
-            ):
+            is_known = name in STREAMS and stream.codec in ("stream", "store")
+            if not (is_known and 0 < stream.length <= limit):
                 raise ValueError(
                     f"part {number} has the impossible stream {name!r} of {stream.length} bytes"
                 )

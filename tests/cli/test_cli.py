@@ -1125,6 +1125,8 @@ def test_no_damaged_file_ends_in_a_traceback(
         ["ls", "a", "b"],
         ["ls", "5"],
         ["tag", "a", "1"],
+        ["tag", "a", "--delete", "b", "--move"],
+        ["tag", "a", "1", "--delete", "b"],
         ["show", "a", "1", "2"],
         ["diff", "a", "1"],
         ["verify", "a", "1", "2"],

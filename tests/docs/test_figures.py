@@ -68,10 +68,12 @@ def test_no_place_breaks_a_rule(name: str, figures: dict[str, Figure]) -> None:
         ("top-entries", 18),
         ("largest-folder", 16),
         ("import-layers", 12),
+        ("long-functions", 22),
+        ("complex-functions", 12),
         # The goal is 40,000. Lower it with each twin that goes; a new way replaces the old one.
         # `deltacheck run` took 1,000: those whom it serves have no code to put a callback into.
         # Azure took 240 (TensorStore has no driver for it), branches in buckets 50.
-        ("code-lines", 47_056),
+        ("code-lines", 46_111),
     ],
 )
 def test_a_count_stays_within_its_limit(name: str, most: int, figures: dict[str, Figure]) -> None:
@@ -103,7 +105,7 @@ def test_concepts_stay_within_their_limits() -> None:
     """Each is one more thing to learn, and permanent once it is released."""
     assert len(FEATURES) <= 7, FEATURES
     assert len(RULES) <= 7, RULES
-    assert len(inspect.signature(Engine).parameters) <= 26
+    assert len(inspect.signature(Engine).parameters) <= 8
 
 
 def number(figure: Figure) -> int:

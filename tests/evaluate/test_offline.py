@@ -183,7 +183,6 @@ def test_the_tables_name_policies_causes_and_errors(
         (["root", "--policy", "exact:nothing"], 2, "NAME=VALUE"),
         (["lossy", "--policy", "exact"], 5, "contract"),
         (["nowhere", "--policy", "exact"], 3, "nowhere"),
-        (["root", "--policy", "exact", "--factory", "nothing.py:make"], 2, "nothing.py"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused_in_one_line(

@@ -357,7 +357,6 @@ def reader(places: Places) -> None:
         opened.steps()
         opened.restore()
         opened.restore(1, ["weights"], {"bias": (slice(0, 3),)})
-        opened.blame()
         opened.digest()
         opened.tags()
 
@@ -476,7 +475,7 @@ def commands(places: Places) -> None:
         ["delete", root, "0"],
         ["gc", root, "--grace", "0"],
         ["repair", root],
-        ["untag", root, "good"],
+        ["tag", root, "--delete", "good"],
     ):
         said = io.StringIO()
         with (

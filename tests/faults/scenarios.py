@@ -343,7 +343,7 @@ def _staggered() -> Scenario:
     return Scenario("staggered-keyframe", TorchEngine(), prepare, act, (0, 1))
 
 
-def _compaction(name: str, merge: bool) -> Scenario:
+def _compaction() -> Scenario:
     def act(root: Path, acknowledge: Acknowledge) -> None:
         from deltacheck.maintain.compaction import compact
         from deltacheck.store.files.storage import take_lease
@@ -351,11 +351,11 @@ def _compaction(name: str, merge: bool) -> Scenario:
 
         lease = take_lease(root)
         try:
-            assert compact(open_root(root), merge=merge) is not None
+            assert compact(open_root(root)) is not None
         finally:
             lease.release()
 
-    made = _torch(name, prepared=4, saves=0)
+    made = _torch("compaction", prepared=4, saves=0)
     return Scenario(made.name, made.subject, made.prepare, act, made.prepared)
 
 
@@ -791,8 +791,7 @@ TORCH = {
         _torch("first-keyframe", prepared=0, saves=1),
         _torch("delta", prepared=2, saves=2),
         _staggered(),
-        _compaction("compaction", merge=False),
-        _compaction("compaction-by-merging", merge=True),
+        _compaction(),
         _merge(),
         _keep_last(),
         _collection(),
@@ -817,7 +816,7 @@ CONTROLS = {
     )
 }
 # They call what public calls and commands call, which then report the error.
-COMMANDS = frozenset({"compaction", "compaction-by-merging", "collection", "repair", "ranks"})
+COMMANDS = frozenset({"compaction", "collection", "repair", "ranks"})
 TIER = _tier()
 SCENARIOS = {**TORCH, **TIER, **ORBAX, **CONTROLS, "lives": _lives()}
 

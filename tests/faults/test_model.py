@@ -516,14 +516,14 @@ class Model(RuleBasedStateMachine):
             self.saved = {seq: save for seq, save in self.saved.items() if seq in left}
 
     @precondition(lambda self: self.engine is None)
-    @rule(killed=st.sampled_from([None, None, 1, 4, 8, 10, 12]), merge=st.booleans())
+    @rule(killed=st.sampled_from([None, None, 1, 4, 8, 10, 12]))
     @where_saved
-    def compact(self, killed: int | None, merge: bool) -> None:
+    def compact(self, killed: int | None) -> None:
         newest = max(self.saved)
         self.disk.left = killed
         done = None
         with contextlib.suppress(Killed):
-            done = compact(open_root(self.path), merge=merge)
+            done = compact(open_root(self.path))
         self.disk.revive()
         left = {ref.seq for ref in open_root(self.path).checkpoints()}
         new = left - self.saved.keys()

@@ -235,8 +235,6 @@ class Roots:
             with contextlib.suppress(refused):
                 opened.restore(step)
             with contextlib.suppress(refused):
-                opened.blame(step)
-            with contextlib.suppress(refused):
                 opened.verify(deep=rng.random() < 0.2)
         if rng.random() < 0.2:
             from deltacheck.backends.torch import load

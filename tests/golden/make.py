@@ -35,6 +35,7 @@ from deltacheck.store import compact as compact_form
 from deltacheck.store.collect import collect, delete_checkpoint
 from deltacheck.store.roots.opening import open_root
 from tests.support.adam_run import AdamRun
+from tests.support.merging import merge_newest
 from tests.support.ranked_run import RankedRun, cells, rows
 
 DTYPES = (
@@ -370,7 +371,7 @@ def write_merged(root: Path) -> dict[int, Any]:
             state["returns"][0] = step % 3
             saved[step] = copy.deepcopy(state)
             engine.save(step, saved[step]).wait(timeout=240)
-    compact(open_root(root), merge=True)
+    merge_newest(open_root(root))
     return saved
 
 

@@ -1,4 +1,4 @@
-"""Branches of a run and the age of its parts."""
+"""Branches of a run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from typer.testing import CliRunner
 
 import deltacheck
@@ -22,7 +20,6 @@ from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.cli.app import app
 from deltacheck.maintain import branch as branching
-from deltacheck.maintain.blame import blame
 from deltacheck.maintain.branch import branch
 from deltacheck.maintain.transfer import copy_file
 from deltacheck.store import collect
@@ -260,37 +257,9 @@ def test_an_object_that_is_gone_ends_a_branch(
     assert not (tmp_path / "branch").exists()
 
 
-def test_the_commands_say_what_was_done(
+def test_the_command_says_what_was_done(
     run: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     done = CliRunner().invoke(app, ["branch", str(run[0]), "latest", "--to", str(tmp_path / "b")])
     assert done.exit_code == 0, done.output
     assert "begins with step 3" in done.output
-    told = CliRunner().invoke(app, ["blame", str(run[0]), "3", "--leaves", "model/*"])
-    assert told.exit_code == 0, told.output
-    assert "0 or earlier" in told.output  # head.bias never changed
-    nothing = CliRunner().invoke(app, ["blame", str(run[0]), "3", "--leaves", "nothing"])
-    assert isinstance(nothing.exception, errors.StepNotFound)
-
-
-@pytest.mark.parametrize("depth", [1, 32], ids=["keyframes between", "one chain"])
-def test_blame_names_the_step_since_which_each_chunk_is_as_it_is(
-    tmp_path: Path, depth: int
-) -> None:
-    state = {"w": torch.zeros(4000, 512), "still": torch.ones(3)}
-    with Engine(tmp_path, policy=Policy.exact(max_chain_depth=depth)) as engine:
-        for step, row in ((0, None), (10, 0), (20, 3999), (30, 0), (40, None)):
-            if row is not None:
-                state["w"][row, 0] += 1
-            engine.save(step, state).result(240)
-    root = open_root(tmp_path)
-    found = blame(root, root.manifest(), ["w", "still"])
-    chunks = found["w"].steps.size
-    assert chunks > 2
-    assert found["w"].steps.tolist() == [30, *[0] * (chunks - 2), 20]
-    assert found["w"].is_known.tolist() == [True, *[False] * (chunks - 2), True]
-    assert found["still"].steps.tolist() == [0]
-    collect.delete_checkpoint(root, root.manifest(30).seq)
-    again = blame(open_root(tmp_path), root.manifest(), ["w"])["w"]
-    assert again.steps[0] == 40  # the step that changed it is not there any more
-    assert np.array_equal(again.steps[1:], found["w"].steps[1:])

@@ -394,7 +394,7 @@ def test_the_commands_prune_delete_and_tag(run: Path, capsys: pytest.CaptureFixt
 
     assert call("tag", run, 1, "old")["seq"] == 1
     assert call("tag", run, "@old", "older")["seq"] == 1
-    assert call("untag", run, "@older")["removed"] == "older"
+    assert call("tag", run, "--delete", "@older")["removed"] == "older"
     assert [row["tags"] for row in call("ls", run)["steps"]] == [[], ["old"], [], [], [], []]
     assert call("show", run, "@old")["seq"] == 1
     dry = call("prune", run, "--keep-last", 1, "--keep-best", "loss:max:1", "--dry-run")

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,12 +32,10 @@ from deltacheck.profile.rates import (
     Rates,
     at_interval,
     delta_bytes,
-    from_profile,
     keyframe_bytes,
     mean_bytes,
     mean_chain,
 )
-from deltacheck.profile.record import FORMAT, VERSION, Curve, LeafProfile, Profile
 from deltacheck.report.data import collect
 from deltacheck.report.root_rates import rates_of
 from tests.support.adam_run import AdamRun
@@ -167,34 +164,6 @@ def test_a_mean_checkpoint_has_its_share_of_a_keyframe() -> None:
     )
     assert mean_bytes(rates, 1) == (900 + 100) / 2 + 7
     assert mean_bytes(rates, 8) == pytest.approx((900 + 6.5 * 100) / 7.5 + 7)
-
-
-def leaf(path: str, role: str, dtype: str, **options: Any) -> LeafProfile:
-    defaults = {
-        "kind": "stable-changing",
-        "density": Curve((10,), (1.0,)),
-        "drift": Curve((10,), (0.02,)),
-        "drift_unit": "octaves",
-    }
-    return LeafProfile(
-        path, (1000, 100), dtype, role, **{**defaults, "exact_bytes": 2.0, **options}
-    )
-
-
-def profile_of(*leaves: LeafProfile) -> Profile:
-    return Profile(FORMAT, VERSION, "a test", 10, {leaf.path: leaf for leaf in leaves})
-
-
-def test_an_exact_plan_takes_the_lossless_bytes_of_the_profile() -> None:
-    profile = profile_of(
-        leaf("v", "second_moment", "float32"),
-        leaf("frozen", "weight", "bfloat16", density=Curve((10,), (0.0,))),
-    )
-    rates = from_profile(profile)
-    assert [rate.delta_bytes for rate in rates.leaves] == [200_000.0, 0.0]
-    assert rates.state_bytes == 100_000 * 6
-    with pytest.raises(ValueError, match="no leaves"):
-        from_profile(profile_of())
 
 
 # --- the plan -------------------------------------------------------------------------------------
@@ -433,18 +402,6 @@ def test_a_policy_that_bounds_nothing_is_missing_and_the_reason_is_said(
     assert "auto is not in the table" in capsys.readouterr().err
 
 
-def test_the_command_plans_from_a_profile(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    profile_of(leaf("v", "second_moment", "float32")).write(tmp_path / "p.json")
-    line = ["plan", "--profile", str(tmp_path / "p.json"), *SPEEDS, "--step-seconds", "1", "--json"]
-    assert main([*line, "--interval-steps", "10"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["policy"] == "exact"
-    assert result["delta_bytes"] > 200_000
-    assert result["verdict"].startswith("deltas")
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -454,24 +411,28 @@ def test_the_command_plans_from_a_profile(
         ),
         ([*SPEEDS, "--policy", "lossy"], "'lossy' is no policy"),
         (["--policy", "auto", SPEEDS[0]], "or give --speed read=B --speed encode=B"),
-        (["--factory", "FILE.py:make"], "--factory goes with --policy"),
         ([*SPEEDS[1:], "--speed=write=0"], "such as write=1e9, not 'write=0'"),
         ([*SPEEDS, "--mtbf-hours", "0"], "--mtbf-hours must be more than 0"),
-        ([*SPEEDS, "--profile", "PROFILE"], "--step-seconds is needed"),
+        ([*SPEEDS, "--profile", "profile.json"], "--profile goes with --policy auto"),
     ],
-    ids=["no speed", "policy", "one speed", "no policy", "speed of nothing", "failures", "steps"],
+    ids=["no speed", "policy", "one speed", "speed of nothing", "failures", "profile"],
 )
 def test_misuse_of_plan_names_the_way_out(
-    line: list[str],
-    message: str,
-    roots: dict[int, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    line: list[str], message: str, roots: dict[int, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    profile_of(leaf("v", "second_moment", "float32")).write(tmp_path / "p.json")
-    words = [str(tmp_path / "p.json") if word == "PROFILE" else word for word in line]
-    assert main(["plan", str(roots[3]), *words]) == 2
+    assert main(["plan", str(roots[3]), *line]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_files_of_others_do_not_show_the_time_of_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2):
+        torch.save({"w": torch.ones(100) * step}, tmp_path / f"step-{step}.pt")
+    line = ["plan", str(tmp_path), *SPEEDS, "--policy", "exact"]
+    assert main(line) == 2
+    assert "--step-seconds is needed" in capsys.readouterr().err
+    assert main([*line, "--step-seconds", "1"]) == 0
 
 
 def test_a_root_of_one_step_cannot_be_planned_from(

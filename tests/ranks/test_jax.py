@@ -145,7 +145,6 @@ def test_two_processes_save_deltas_and_restore_them_under_another_mesh(
         ["show", "4"],
         ["log", "--by-class", "1"],
         ["diff", "3", "4"],
-        ["blame", "4"],
         ["verify", "--deep"],
         ["repair"],
     ):

@@ -32,18 +32,19 @@ from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.errors import Damaged
 from deltacheck.leaf.contracts import Bounded, Promise, Reused
+from deltacheck.policy.causes import CAUSES, MERGED, REST
 from deltacheck.profile.record import FORMAT, VERSION, Curve, Event, LeafProfile, Profile
 from deltacheck.report import drawing, figures, page
 from deltacheck.report.conclusion import conclusion
 from deltacheck.report.data import HeldLeaves, Record, StepRecord, _held, collect
 from deltacheck.report.groups import classes, groups
-from deltacheck.report.segment_cost import METHODS, cost_of
+from deltacheck.report.segment_cost import cost_of
 from deltacheck.store import documents
 from deltacheck.store.roots.opening import open_root
 
-NAMES = ("bytes", "causes", "changes", "drift", "contracts", "restore")
+NAMES = ("bytes", "changes", "drift", "contracts", "restore")
 # Of a root whose steps are exact; the drift is that of a profile.
-EXACT_NAMES = ("bytes", "causes", "changes", "drift", "restore")
+EXACT_NAMES = ("bytes", "changes", "drift", "restore")
 STEPS = (0, 10, 20, 35, 50)
 
 
@@ -161,21 +162,9 @@ def test_the_bytes_of_a_step_are_those_of_all_files_that_its_save_added(root: Pa
     assert [step.step for step in record.steps] == list(STEPS)
     for step in record.steps:
         assert step.written_bytes == step.recorded_bytes == bytes_on_disk(root, step.seq)
-        assert all(size >= 0 for size in step.written.values())
+        assert all(size >= 0 for size in step.causes.values())
+        assert 0 < step.tables_bytes < 0.1 * step.written_bytes
     assert record.total_bytes == sum(step.written_bytes for step in record.steps)
-
-
-def test_bytes_belong_to_the_method_that_the_save_chose(root: Path) -> None:
-    first, second, *_ = collect(root).steps
-    assert first.written["keyframe"] > 0.9 * first.written_bytes
-    assert (
-        sum(first.written[method] for method in METHODS if method not in ("keyframe", "tables"))
-        == 0
-    )
-    assert second.written["sparse"] > 0
-    assert second.written["diff"] + second.written["planes"] + second.written["raw"] > 400_000, (
-        "noise has no shorter form"
-    )
 
 
 def test_leaves_of_one_stream_have_the_bytes_that_its_chunks_are_stored_in(tmp_path: Path) -> None:
@@ -196,7 +185,7 @@ def test_leaves_of_one_stream_have_the_bytes_that_its_chunks_are_stored_in(tmp_p
     # 20 bits of each word of noise change; the difference of the other leaf is a constant.
     assert sizes.by_leaf["noise"] == pytest.approx(20 / 8 * size, rel=0.05)
     assert sizes.by_leaf["plain"] < 0.01 * size
-    assert sum(sizes.by_method.values()) == newest.stored_bytes
+    assert sizes.tables_bytes + sum(sizes.by_leaf.values()) == pytest.approx(newest.stored_bytes)
 
 
 def test_changed_fractions_are_those_of_the_log(
@@ -489,7 +478,7 @@ def test_the_numbers_of_the_page_are_those_of_the_root(text: str, root: Path) ->
     assert [int(row["step"]) for row in rows] == run.steps() == list(STEPS)
     for row in rows:
         assert (
-            sum(number(row[method]) for method in METHODS)
+            sum(number(row[cause]) for cause in (*CAUSES, MERGED, REST))
             == number(row["sum"])
             == bytes_on_disk(root, int(row["seq"]))
         )
@@ -600,7 +589,6 @@ def test_a_missing_library_is_told_with_the_way_out(root: Path, tmp_path: Path) 
 
 def long_run(steps: int) -> Record:
     def step(k: int) -> StepRecord:
-        written = dict.fromkeys(METHODS, 0) | {"sparse": 1000 + k, "tables": 10}
         held = (
             (HeldLeaves("v", "bounded", "octaves", 3, 0.5, 0.1 + 0.3 * k / steps),)
             if k >= steps // 2
@@ -610,7 +598,7 @@ def long_run(steps: int) -> Record:
             step=k * 5, seq=k, time=float(k), stage="warm" if k < steps // 2 else "stable",
             reason="",
             raw_bytes=100_000, leaves=3,
-            recorded_bytes=1010 + k, written=written, causes={"changed": 1010 + k},
+            recorded_bytes=1010 + k, tables_bytes=10, causes={"changed": 1000 + k, "rest": 10},
             changed={"a": 0.01, "b": None},
             held=held, exact_bytes=100_000,
             bounded_bytes=0, reused_bytes=0, depth=k % 8, mean_depth=float(k % 8),

@@ -56,7 +56,6 @@ calls = {
     "verify deep": lambda: command("verify", root, "--deep"),
     "export": lambda: command("export", root, "1", "--out", root + ".npz"),
     "diff": lambda: command("diff", root, "0", "1"),
-    "blame": lambda: command("blame", root, "1"),
     "follow": lambda: deltacheck.follow(root).poll(),
 }
 for root in roots:
@@ -249,7 +248,7 @@ def test_each_call_keeps_the_limits_that_the_root_was_opened_with(
 
 def test_chunks_are_limited_where_only_tables_are_read(honest: Path) -> None:
     opened = deltacheck.open(honest, limits=Limits(max_chunks=0))
-    for call in (opened.blame, opened.verify, opened.restore):
+    for call in (opened.verify, opened.restore):
         with pytest.raises(errors.BudgetExceeded, match="max_chunks=0"):
             call()
 

@@ -24,7 +24,6 @@ from deltacheck.cli import main
 from deltacheck.codec import default_codec
 from deltacheck.codec.base import METHOD_NAMES
 from deltacheck.leaf.spec import LeafKind
-from deltacheck.maintain.compaction import compact
 from deltacheck.restore.resolve import resolve_leaves, stored_chains
 from deltacheck.save.chains import merged_deltas
 from deltacheck.save.chains.whole_leaves import RewrittenLeaves
@@ -32,6 +31,7 @@ from deltacheck.store import collect, documents, layout
 from deltacheck.store import segment as columns
 from deltacheck.store.manifest import SegmentTable
 from deltacheck.store.roots.opening import open_root
+from tests.support.merging import merge_newest
 from tests.support.states import assert_same
 from tests.support.waiting import HANG_SECONDS
 
@@ -102,15 +102,14 @@ def test_deltas_of_all_methods_are_merged_without_a_changed_bit(
     before = chains_of(tmp_path)["w"]
     if dtype is np.uint32:
         assert [set(sequence[n : n + 1]) for n in range(3)] == methods_of(before)
-    done = compact(open_root(tmp_path), merge=True)
-    assert done is not None
-    assert (done.leaves, done.deltas, done.deltas_after) == (1, 3, 1)
+    assert len(before.deltas) == 3
+    assert merge_newest(open_root(tmp_path)) == {"w"}
     ((segment, entry),) = chains_of(tmp_path)["w"].deltas
     assert entry.since == layout.seq_of(before.deltas[0][0].id)
     assert segment.table.must_understand == ("merged",)
     np.testing.assert_array_equal(deltacheck.open(tmp_path).restore()["w"], leaf)
     assert deltacheck.open(tmp_path).verify(deep=True) == []
-    assert compact(open_root(tmp_path), merge=True) is None
+    assert not merge_newest(open_root(tmp_path))
 
 
 def test_words_that_have_their_first_value_again_are_not_stored(tmp_path: Path) -> None:
@@ -122,7 +121,7 @@ def test_words_that_have_their_first_value_again_are_not_stored(tmp_path: Path) 
             leaf[9] ^= 1
             still[3] ^= 1
             engine.save(step, {"w": leaf.copy(), "returns": still.copy()}).wait()
-    compact(open_root(tmp_path), merge=True)
+    merge_newest(open_root(tmp_path))
     chains = chains_of(tmp_path)
     ((segment, entry),) = chains["w"].deltas
     ((part, row, _),) = entry.delta
@@ -136,9 +135,7 @@ def test_a_leaf_that_has_its_first_content_again_keeps_its_deltas(tmp_path: Path
         for step in range(3):
             leaf[0], other[0] = step % 2, step
             engine.save(step, {"w": leaf.clone(), "other": other.clone()}).wait()
-    done = compact(open_root(tmp_path), merge=True)
-    assert done is not None
-    assert (done.leaves, done.deltas_after) == (1, 2)
+    assert merge_newest(open_root(tmp_path)) == {"other"}
     assert [len(chains_of(tmp_path)[path].deltas) for path in ("w", "other")] == [2, 1]
     with Engine(tmp_path) as engine:
         assert_same({"w": leaf, "other": other}, engine.restore())
@@ -466,7 +463,7 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Engine(path) as engine:
         for step in range(4):
             engine.save(step, {"w": torch.arange(500.0) * step}).wait()
-    assert compact(open_root(path), merge=True) is not None
+    assert merge_newest(open_root(path))
     return path
 
 

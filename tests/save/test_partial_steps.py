@@ -115,7 +115,7 @@ def test_old_steps_keep_weights_in_little_space(
     assert root_writer.prune(open_root(root), Keep(full_last=2)).partial == ()
     assert arrays.bytes_on_disk(root) < 0.9 * before
     # The tag goes, and step 2 follows; the leaves of another pattern go from all old steps.
-    assert main(["untag", str(root), "best"]) == 0
+    assert main(["tag", str(root), "--delete", "best"]) == 0
     options = ["--full-last", "1", "--keep-leaves", "model/w?", "--keep-leaves", "model/head"]
     capsys.readouterr()
     assert main(["prune", str(root), *options, "--json"]) == 0

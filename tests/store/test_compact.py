@@ -22,6 +22,7 @@ from deltacheck.store import collect, compact, documents
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.opening import open_root
 from tests.support import forge
+from tests.support.merging import merge_newest
 from tests.support.ranked_run import RankedRun, cells
 
 SIZE = 4
@@ -105,12 +106,12 @@ def test_a_rank_reads_and_proves_its_own_lane_only(
     assert set(opened) == {manifest.segments[number].id for number in manifest.lanes[0]}
 
 
-@pytest.mark.parametrize("merge", [False, True])
-def test_what_is_written_again_keeps_the_form(good: Path, tmp_path: Path, merge: bool) -> None:
+@pytest.mark.parametrize("rewrite", [compact_root, merge_newest])
+def test_what_is_written_again_keeps_the_form(good: Path, tmp_path: Path, rewrite: Any) -> None:
     root = shutil.copytree(good, tmp_path / "root")
     before = open_root(root).manifest()
     expected = dict(before.stored.items())
-    assert compact_root(open_root(root), merge=merge) is not None
+    assert rewrite(open_root(root))
     after = open_root(root).manifest()
     assert (after.lane_digests, after.tiles) == (before.lane_digests, before.tiles)
     assert dict(after.stored.items()) == expected

@@ -55,7 +55,7 @@ COMMANDS = {
     "compact": ["compact", "ROOT"],
     "tag": ["tag", "ROOT", "0", "first"],
     "move a tag": ["tag", "ROOT", "0", "best", "--move"],
-    "untag": ["untag", "ROOT", "best"],
+    "tag --delete": ["tag", "ROOT", "--delete", "best"],
     "ls": ["ls", "ROOT"],
     "branch": ["branch", "ROOT", "2", "--to", "ELSEWHERE"],
 }

@@ -836,7 +836,7 @@ def test_every_command_takes_an_address(
     assert main(["ls", f"{address}/nothing"]) == 3
 
 
-def test_steps_are_tagged_pruned_followed_and_blamed_on_an_object_store(address: str) -> None:
+def test_steps_are_tagged_pruned_and_followed_on_an_object_store(address: str) -> None:
     run = Run(address)
     follower = deltacheck.follow(address, storage=STORAGE)
     for _ in range(4):
@@ -845,19 +845,16 @@ def test_steps_are_tagged_pruned_followed_and_blamed_on_an_object_store(address:
         assert update is not None
         assert update.step == run.step
     run.engine.close()
-    for words in (
-        ["tag", address, "1", "first"],
-        ["prune", address, "--keep-last", "1"],
-        ["blame", address, "4"],
-        ["show", address, "@first"],
-        ["untag", address, "first"],
-        ["delete", address, "1"],
+    for words, steps in (
+        (["tag", address, "1", "first"], [1, 2, 3, 4]),
+        (["prune", address, "--keep-last", "1"], [1, 4]),
+        (["show", address, "@first"], [1, 4]),
+        (["tag", address, "--delete", "first"], [1, 4]),
+        (["delete", address, "1"], [4]),
     ):
-        before = deltacheck.open(address, storage=STORAGE).steps()
         assert main(words) == 0, words
-        assert before == ([1, 2, 3, 4] if words[0] in ("tag", "prune") else [1, 4])
+        assert deltacheck.open(address, storage=STORAGE).steps() == steps
     run.check(4)
-    assert deltacheck.open(address, storage=STORAGE).steps() == [4]
     assert main(["branch", address, "4", "--to", f"{address}-other"]) == 0
     assert deltacheck.open(f"{address}-other").verify(deep=True) == []
 
@@ -902,7 +899,7 @@ def test_a_run_that_is_read_back_compacted_and_reclaimed_stays_whole(address: st
     run.check()
 
 
-def test_deltas_are_merged_behind_a_run_and_in_compact_on_an_object_store(address: str) -> None:
+def test_deltas_are_merged_behind_a_run_and_written_whole_on_an_object_store(address: str) -> None:
     run = Run(address, policy=Policy.exact(max_chain_depth=4))
     compactor = run.engine._saver.chains.compactor
     assert compactor is not None
@@ -912,7 +909,7 @@ def test_deltas_are_merged_behind_a_run_and_in_compact_on_an_object_store(addres
     run.engine.close()
     reader = deltacheck.open(address, storage=STORAGE)
     assert any(reader.manifest(step).merged_bytes for step in reader.steps())
-    assert main(["compact", "--merge", address]) == 0
+    assert main(["compact", address]) == 0
     reader = deltacheck.open(address, storage=STORAGE)
     assert reader.verify(deep=True) == []
     run.check()

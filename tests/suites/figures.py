@@ -31,7 +31,7 @@ import tokenize
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -51,6 +51,8 @@ MAX_COLUMNS = 100
 MAX_CLASS_LINES = 300
 MAX_ATTRIBUTES = 15
 MAX_PARAMETERS = 8
+MAX_FUNCTION_LINES = 50
+MAX_COMPLEXITY = 15
 
 # A name made of one of these words alone does not say what it holds. Leading and trailing
 # underscores are ignored, and so is `other` as a parameter of a method such as `__eq__`.
@@ -94,6 +96,15 @@ FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 Definition: TypeAlias = ast.ClassDef | FunctionNode
 Graph: TypeAlias = Mapping[str, set[str]]
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_BRANCHES = (
+    ast.If,
+    ast.IfExp,
+    ast.For,
+    ast.While,
+    ast.ExceptHandler,
+    ast.comprehension,
+    ast.match_case,
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -170,6 +181,22 @@ class Function:
     def length(self) -> int:
         """Return the number of lines from ``def`` to the end, docstring included."""
         return (self.node.end_lineno or self.node.lineno) - self.node.lineno + 1
+
+    @property
+    def length_of_code(self) -> int:
+        """Return the number of lines without those of the docstring."""
+        docstring = docstring_of(self.node)
+        return self.length - (0 if docstring is None else docstring.count("\n") + 1)
+
+    @property
+    def complexity(self) -> int:
+        """Return one more than the number of branches, loops and operands of ``and`` and ``or``.
+
+        Source: McCabe, A Complexity Measure, 1976, with the operands of conditions.
+        """
+        nodes = list(ast.walk(self.node))
+        operands = sum(len(node.values) - 1 for node in nodes if isinstance(node, ast.BoolOp))
+        return 1 + operands + sum(isinstance(node, _BRANCHES) for node in nodes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -767,6 +794,12 @@ def size_figures(package: Package) -> Iterator[Figure]:
     ]
     yield Figure("function-length", title, _distribution(lengths), "-", longest)
     yield Figure("functions", "functions", str(len(functions)))
+    lines = [(f.length_of_code, f.place) for f in functions]
+    title = f"functions of more than {MAX_FUNCTION_LINES} lines, docstrings not counted"
+    yield replace(_above("long-functions", title, lines, MAX_FUNCTION_LINES), goal="<= 25")
+    branches = [(f.complexity, f.place) for f in functions]
+    title = f"functions with a complexity of more than {MAX_COMPLEXITY}"
+    yield replace(_above("complex-functions", title, branches, MAX_COMPLEXITY), goal="<= 25")
 
     sizes = [len(module.lines) for module in modules]
     title = "module length in lines, median / p90 / max"

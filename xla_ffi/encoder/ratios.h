@@ -71,9 +71,10 @@ inline RatioErrors ratio_codes_part(const uint8_t* values, const uint8_t* varian
     ratio = ratio > -(kMostRatio + 1) ? ratio : -(kMostRatio + 1);
     const double nearest = (ratio + 0x1.8p52) - 0x1.8p52;  // ties to even
     const bool fits = visible ? fabs(nearest) <= kMostRatio : fabs(value) < kLeastMoment;
-    const double coded = finite & fits ? 1.0 : 0.0, code = finite & fits & visible ? nearest : 0;
+    const double coded = (finite & fits) ? 1.0 : 0.0;
+    const double code = (finite & fits & visible) ? nearest : 0;
     const double error = fabs(static_cast<double>(ratio_value(code, root, form)) - value) / root;
-    const double counted = finite & fits & visible ? error : 0;
+    const double counted = (finite & fits & visible) ? error : 0;
     largest = counted > largest ? counted : largest;
     coded_count += coded;
     codes[i] = static_cast<uint8_t>(static_cast<int32_t>(code));

@@ -13,20 +13,10 @@ from typing import Any
 
 import torch
 
-from deltacheck.backends.launched.launch_options import (
-    LaunchOptions,
-    TrainingRoots,
-    say,
-    say_begin,
-)
+from deltacheck.backends.launched.launch_options import LaunchOptions, TrainingRoots, say, say_begin
 from deltacheck.backends.torch.files import pointer
 from deltacheck.backends.torch.files.load import load
-from deltacheck.backends.torch.lightning import (
-    _DISTRIBUTIONS,
-    _RNG,
-    DeltaCheckIO,
-    _plugin_of,
-)
+from deltacheck.backends.torch.lightning import _DISTRIBUTIONS, _RNG, DeltaCheckIO, _plugin_of
 from deltacheck.errors import NotACheckpointRoot
 from deltacheck.store.files import storage
 from deltacheck.store.files.storage import Place

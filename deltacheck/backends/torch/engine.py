@@ -31,7 +31,6 @@ from deltacheck.restore.fill import StepReader
 from deltacheck.save import exits
 from deltacheck.save.exits import StopSignals
 from deltacheck.save.handle import SaveHandle, progress_of, skipped
-from deltacheck.save.job.source import specs_of_sources
 from deltacheck.save.job.step_numbers import metric_numbers, step_number, step_or_tag
 from deltacheck.save.save_options import SaveOptions, Settings
 from deltacheck.store.files import storage as place
@@ -182,12 +181,7 @@ class Engine:
             progress_of(handle).blocking_seconds += flattening_seconds
             return handle
 
-    def _save(
-        self,
-        step: int,
-        flat: tree.Flat,
-        metrics: Mapping[str, float] | None,
-    ) -> SaveHandle:
+    def _save(self, step: int, flat: tree.Flat, metrics: Mapping[str, float] | None) -> SaveHandle:
         """Save a flattened state."""
         step = step_number(step)
         self._open.await_arrival()
@@ -207,7 +201,7 @@ class Engine:
                 # Ranks that save together need the chains of this save at once.
                 may_be_later=attempt.agreed is None and not self._is_eager,
             )
-            if not self._session.make_room(step, specs_of_sources(sources)):
+            if not self._session.make_room(step, sources):
                 return skipped(step)
             note = "" if self._base is None else self._base.remark(attempt.flat.leaves)
             self._base = None

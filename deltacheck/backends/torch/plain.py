@@ -1,22 +1,25 @@
 """Convert objects of a framework's checkpoint to plain dicts, and back, by a list of classes.
 
-An object is stored as ``{"deltacheck.class": name, "deltacheck.is": content}``. A program that
-reads such a tree without this module sees these dicts. A restore creates no object of a class that
-is not in the list.
+An object is stored as ``{"deltacheck.class": name, "deltacheck.is": content}``: its attributes, or
+the value of a member of an enumeration. A program that reads such a tree without this module sees
+these dicts. A restore creates no object of a class that is neither in the list nor named by
+``torch.serialization.add_safe_globals``. It sets the attributes of a named class without a call of
+any method.
 """
 
 from __future__ import annotations
 
 import enum
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from deltacheck.backends.torch.state.classes import named
 from deltacheck.errors import UnsupportedLeaf
-from deltacheck.leaf import containers
+from deltacheck.leaf import containers, instances
 from deltacheck.leaf.tree import escape_key
 
 _CLASS, _IS = "deltacheck.class", "deltacheck.is"  # permanent
@@ -45,21 +48,23 @@ def _from_attributes(kind: type[Any], attributes: dict[str, Any]) -> Any:
     return instance
 
 
+def _member(kind: type[Any], value: Any) -> Any:
+    return kind(value)
+
+
 def _of_attributes(module: str, name: str) -> _SavedClass:
     return _SavedClass(module, name, lambda value: dict(vars(value)), _from_attributes)
 
 
 # By the name that is stored.
-_classes: dict[str, _SavedClass] = {
+_CLASSES: Mapping[str, _SavedClass] = {
     entry.name: entry
     for entry in (
         _of_attributes("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
         _of_attributes("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
-        _SavedClass(
-            "deepspeed.runtime.zero.config", "ZeroStageEnum", int, lambda kind, value: kind(value)
-        ),
+        _SavedClass("deepspeed.runtime.zero.config", "ZeroStageEnum", int, _member),
         _of_attributes("deepspeed.utils.tensor_fragment", "fragment_address"),
-        _SavedClass("torch", "Size", list, lambda kind, sizes: kind(sizes)),
+        _SavedClass("torch", "Size", list, _member),
         _SavedClass(
             "torch",
             "dtype",
@@ -78,38 +83,6 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def register(kind: type[Any]) -> type[Any]:
-    """Allow objects of a class in saves. May decorate the class.
-
-    An object is stored as its attributes, an enumeration member as its value. The program that
-    restores must register the class too. A restore creates the object and sets its attributes,
-    without a call of any method. Register only classes for which that is enough.
-
-    Args:
-        kind: The class.
-
-    Returns:
-        The class.
-    """
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    entry = _of_attributes(kind.__module__, kind.__qualname__)
-    # Members of an enumeration are single objects, so they are found by value and never created.
-    if issubclass(kind, enum.Enum):
-        entry = _SavedClass(
-            kind.__module__,
-            kind.__qualname__,
-            lambda value: value.value,
-            lambda enumeration, value: enumeration(value),
-        )
-    _kinds[name] = kind
-    _classes[name] = entry
-    return kind
-
-
-# Registered classes by name, because a module need not export them.
-_kinds: dict[str, type[Any]] = {}
-
-
 def encoded(
     value: Any,
     keys: Iterable[str],
@@ -124,8 +97,7 @@ def encoded(
             for any other tensor.
 
     Raises:
-        UnsupportedLeaf: An object is of a class that is not registered. The message names path and
-            type.
+        UnsupportedLeaf: An object is of a class that is not named. The message names path and type.
     """
     return _encoded(value, tuple(keys), place_of)
 
@@ -167,20 +139,26 @@ def _encoded(
             (key, _encoded(item, (*keys, escape_key(key)), place_of)) for key, item in level.pairs
         ]
         return _rebuilt(level, pairs)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    for stored_name, entry in _classes.items():
+    for stored_name, entry in _CLASSES.items():
         # Listed classes are compared by name, so that DeepSpeed need not be imported.
-        if _kinds.get(stored_name) is kind or (entry.module, entry.name) == (
-            kind.__module__,
-            kind.__qualname__,
-        ):
+        if (entry.module, entry.name) == (kind.__module__, kind.__qualname__):
             return {_CLASS: stored_name, _IS: _encoded(entry.take(value), keys, place_of)}
+    name = instances.name_of(kind)
+    if named(name) is kind and (isinstance(value, enum.Enum) or _has_attributes_alone(kind)):
+        content = value.value if isinstance(value, enum.Enum) else dict(vars(value))
+        return {_CLASS: name, _IS: _encoded(content, keys, place_of)}
     raise UnsupportedLeaf(
         f"leaf {'/'.join(keys)!r} is of type {name}, which cannot be kept exactly; turn it into"
-        " arrays, numbers, text, bytes, dicts, lists or None, leave it out, or allow it with"
-        f" deltacheck.backends.torch.plain.register({kind.__qualname__}), in whoever reads"
-        " it, too"
+        " arrays, numbers, text, bytes, dicts, lists or None, leave it out, or name the class with"
+        f" torch.serialization.add_safe_globals([{kind.__qualname__}]), in whoever reads it, too"
     )
+
+
+def _has_attributes_alone(kind: type[Any]) -> bool:
+    """Return true unless instances have slots, or the content of a base such as ``dict``."""
+    has_slots = any(base.__dict__.get("__slots__") for base in kind.__mro__)
+    new: Any = kind.__new__
+    return new is object.__new__ and not has_slots
 
 
 def decoded(value: Any, fill: Callable[[list[Any]], torch.Tensor] | None = None) -> Any:
@@ -191,25 +169,33 @@ def decoded(value: Any, fill: Callable[[list[Any]], torch.Tensor] | None = None)
         fill: Returns the tensor for the place of a hole.
 
     Raises:
-        UnsupportedLeaf: The class of an object is not registered in this process.
+        UnsupportedLeaf: The class of an object is not named in this process.
     """
     if isinstance(value, dict) and _CLASS in value:
         name, content = value[_CLASS], value.get(_IS)
         place = place_in(value)
         if place is not None and fill is not None:
             return fill(place)
-        entry = _classes.get(name)
-        # A checkpoint never chooses what is imported: the class must be in the list of this
-        # process.
-        if entry is None:
+        entry = _CLASSES.get(name)
+        # A checkpoint never chooses what is imported: the module and the name come from the list,
+        # and other classes are those that this process has named.
+        if entry is not None:
+            kind = getattr(importlib.import_module(entry.module), entry.name)
+            return entry.give(kind, decoded(content, fill))
+        kind = named(name)
+        if kind is None:
             raise UnsupportedLeaf(
                 f"the checkpoint has an object of class {name!r}, which is not known here; nothing"
-                " is made of it. Where you trust the class, allow it with"
-                " deltacheck.backends.torch.plain.register(...) before you read"
+                " is made of it. If you trust the class, name it with"
+                " torch.serialization.add_safe_globals([...]) before you read"
             )
-        # The module and the name come from the list, not from the checkpoint.
-        kind = _kinds.get(name) or getattr(importlib.import_module(entry.module), entry.name)
-        return entry.give(kind, decoded(content, fill))
+        give = _member if issubclass(kind, enum.Enum) else _from_attributes
+        try:
+            return give(kind, decoded(content, fill))
+        except (TypeError, ValueError, AttributeError) as error:
+            raise UnsupportedLeaf(
+                f"the checkpoint has an object of class {name!r}, which cannot be made: {error}"
+            ) from error
     level = containers.level_of(value)
     if level is None:
         return value

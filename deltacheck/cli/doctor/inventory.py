@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from deltacheck.cli.doctor.environment import (
 )
 from deltacheck.codec.extension import native
 from deltacheck.errors import DeltacheckError, NotACheckpointRoot
-from deltacheck.evaluate.machine import mount_of
+from deltacheck.evaluate.machine import mount_of, versions
 from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place
@@ -70,7 +69,7 @@ def collect(
         steps = Steps(kind="none")
     return MachineFacts(
         python=platform.python_version(),
-        packages=packages(),
+        packages={"deltacheck": deltacheck.__version__, **versions(_PACKAGES)},
         encoder=encoder(),
         devices=devices(),
         root=root,
@@ -82,17 +81,6 @@ def collect(
 
 
 # --- software -------------------------------------------------------------------------------------
-
-
-def packages() -> dict[str, str | None]:
-    """Return the versions of deltacheck and of the packages that it uses, ``None``: not there."""
-    versions: dict[str, str | None] = {"deltacheck": deltacheck.__version__}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
 
 
 def encoder() -> Encoder:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.arguments import Json, as_misuse, needing, working_folder
+from deltacheck.cli.arguments import Json, as_misuse, working_folder
 from deltacheck.cli.evaluation.evaluation_tables import print_evaluation
 from deltacheck.cli.output import Row
 
@@ -86,26 +86,12 @@ _NoiseSeeds: TypeAlias = Annotated[
         ),
     ),
 ]
-_Chain: TypeAlias = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        metavar="N",
-        help=(
-            "Also kill one run of each killed seed N times, each time when a restore would"
-            " test every contract of the policy."
-        ),
-    ),
-]
 _Quick: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--quick",
         help="12 steps and one kill. The figures have no meaning.",
     ),
-]
-_Html: TypeAlias = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Also write a page with figures.")
 ]
 _Keep: TypeAlias = Annotated[
     Path | None,
@@ -122,9 +108,7 @@ def evaluate(  # noqa: PLR0913 - one argument per option
     kills: _Kills = 2,
     seeds: _Seeds = 2,
     noise_seeds: _NoiseSeeds = 6,
-    chain: _Chain = 0,
     quick: _Quick = False,
-    html: _Html = None,
     keep: _Keep = None,
     as_json: Json = False,
 ) -> None:
@@ -156,7 +140,6 @@ def evaluate(  # noqa: PLR0913 - one argument per option
         # Every killed seed needs an unkilled run with the same seed to be compared with.
         max(seeds, noise_seeds),
         profile=_profile_file(profile),
-        chain=chain,
     )
     # This plan is short and still passes every phase. It replaces the options for the number of
     # steps, kills and seeds.
@@ -180,9 +163,6 @@ def evaluate(  # noqa: PLR0913 - one argument per option
     judgement = judge(evidence)
     seconds = time.time() - start
     command = shlex.join(["deltacheck", *sys.argv[1:]])
-    # The page is written before the verdict decides the exit code, as it shows why a claim fails.
-    if html is not None:
-        _write_page(html, evidence, judgement, description, command)
     if as_json:
         output.print_json(document(evidence, judgement, description, command, seconds))
     else:
@@ -239,49 +219,9 @@ def document(
         "recovery": verdict["correctness"],
         "recoveries": [row(recovery) for recovery in content["recoveries"]],
         "contracts": content["contracts"],
-        "chains": [
-            chain | {"links": [row(link) for link in chain["links"]]} for chain in content["chains"]
-        ],
         "quality": verdict["quality"],
         "unkilled": [without_digests(ending) for ending in content["unkilled"]],
     }
-
-
-def _write_page(
-    file: Path, evidence: Evidence, judgement: Judgement, machine: dict[str, Any], command: str
-) -> None:
-    """Write the page of an evaluation."""
-    with needing("matplotlib", "a page"):
-        from deltacheck.evaluate import drawings
-        from deltacheck.report import page
-    final = judgement.quality.final
-    facts = {
-        "verdict": "holds"
-        if judgement.holds
-        else "undecided"
-        if judgement.is_undecided
-        else "does not hold",
-        "recovery": f"{judgement.correctness.held} of {judgement.correctness.trials}",
-        "a save": f"{output.share(judgement.size.later.median)} of {evidence.peer}",
-        "training waits": f"{judgement.latency.blocking.median:.2f} of {evidence.peer}",
-        "quality": final.verdict,
-        "policy": evidence.plan.policy,
-        "command": command,
-        "machine": (
-            f"{machine['processor']}, {machine['cores']} cores, {machine['file_system']}, load"
-            f" {machine['load_average']:.1f}"
-        ),
-        "versions": ", ".join(f"{name} {number}" for name, number in machine["versions"].items()),
-        "date": machine["date"],
-    }
-    text = page.page(
-        f"Evaluation of {evidence.plan.factory.rpartition('/')[2]}",
-        facts,
-        judgement.reasons,
-        drawings.draw(evidence),
-        "Does not hold:",
-    )
-    page.write_page(file, text)
 
 
 def _profile_file(profile: str | None) -> str:

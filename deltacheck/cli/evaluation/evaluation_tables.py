@@ -242,23 +242,6 @@ def _quality_lines(evidence: Evidence, judgement: Judgement) -> list[str]:
             f"lost progress: {spread.median:.2f} of {evidence.plan.every} steps in the first"
             f" interval after a restore ({spread.least:.2f} to {spread.most:.2f})"
         )
-    if quality.chains is not None:
-        chains = quality.chains
-        lines.append(
-            f"chains of kills: {chains.inexact} of {chains.links} resumes were from an inexact"
-            f" step; the final loss differs by {chains.mean:+.3g} in the mean, the noise is"
-            f" {chains.noise_sd:.3g}"
-        )
-        if chains.lost_steps is not None:
-            noise = "" if chains.noise_steps is None else f", the noise is {chains.noise_steps:.1f}"
-            lines.append(
-                f"chains of kills end {chains.lost_steps:+.1f} steps of the unkilled run behind"
-                f" it{noise}"
-            )
-        if chains.missing_steps is not None:
-            lines.append(
-                f"lost progress of the first link: {chains.missing_steps.median:.2f} steps"
-            )
     return lines
 
 

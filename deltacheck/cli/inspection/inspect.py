@@ -1,4 +1,4 @@
-"""Commands that show what a root holds: ``ls``, ``show``, ``log`` and ``blame``."""
+"""Commands that show what a root holds: ``ls``, ``show`` and ``log``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
     from deltacheck.leaf.contracts import Promise
-    from deltacheck.maintain.blame import Blame
     from deltacheck.report.cause_sizes import CauseCounter
     from deltacheck.report.history import ReportedLeaf, StepSums
     from deltacheck.store.files.storage import Place
@@ -384,7 +383,7 @@ def _leaf_row(path: str, owner: str, state: ReportedLeaf | None, manifest: Manif
         "dtype": spec.dtype,
         "shape": list(spec.shape),
         "raw_bytes": spec.raw_bytes,
-        **_contract_row(manifest.contracts.get(owner), manifest.step),
+        **contract_row(manifest.contracts.get(owner), manifest.step),
         "derived": derived.how if derived is not None else _ways(tiling),
         "kind": "derived" if state is None else str(state.kind),
         "chain_depth": None if state is None else state.depth,
@@ -396,7 +395,7 @@ def _leaf_row(path: str, owner: str, state: ReportedLeaf | None, manifest: Manif
     }
 
 
-def _contract_row(contract: Promise | None, step: int) -> Row:
+def contract_row(contract: Promise | None, step: int) -> Row:
     """Return what a step promises of a leaf; ``None``: every bit."""
     from deltacheck.leaf.contracts import name_of
 
@@ -497,13 +496,13 @@ def _grouped_values(rows: list[Row]) -> list[Row]:
     by_path = {str(row["path"]): row for row in rows}
     lines: list[Row] = []
     for name, paths in classes(dict.fromkeys(by_path, 1), _MOST_ROWS).items():
-        same = [by_path[path] for path in paths]
-        values = list(dict.fromkeys(output.short(row["value"]) for row in same))
-        ellipsis = f", ... ({len(same)} values)" if len(values) > 2 else ""
+        group = [by_path[path] for path in paths]
+        values = list(dict.fromkeys(output.short(row["value"]) for row in group))
+        ellipsis = f", ... ({len(group)} values)" if len(values) > 2 else ""
         lines.append(
             {
                 "path": name.strip(),
-                "type": ", ".join(sorted({str(row["type"]) for row in same})),
+                "type": ", ".join(sorted({str(row["type"]) for row in group})),
                 "value": ", ".join(values[:2]) + ellipsis,
             }
         )
@@ -581,75 +580,3 @@ def _print_step(
         (Column("SEGMENT", "id", left=True), Column("STORED", "stored_bytes", output.size)),
         segments,
     )
-
-
-def blame(
-    words: RootNewestStep = None,
-    leaves: Leaves = None,
-    item: Item = None,
-    as_json: Json = False,
-) -> None:
-    """Show the step that last changed each part of a leaf."""
-    from deltacheck.errors import LeafNotFound
-    from deltacheck.maintain.blame import blame as blame_leaves
-    from deltacheck.restore.resolve import matches
-
-    root, manifest = open_step(words, item)
-    # Leaves that are computed at a restore have no bytes of their own, and so no origin.
-    stored_paths = sorted([*manifest.leaves, *manifest.tiles])
-    paths = [
-        path
-        for path in filter(manifest.names_of, stored_paths)
-        if not leaves or any(matches(path, pattern) for pattern in leaves)
-    ]
-    if not paths:
-        raise LeafNotFound(
-            f"step {manifest.step} stores no leaf that matches"
-            f" {' or '.join(map(repr, leaves or ()))}"
-        )
-    rows = [
-        row
-        for path, leaf_blame in blame_leaves(root, manifest, paths).items()
-        for row in _blame_rows(path, leaf_blame)
-    ]
-    if as_json:
-        output.print_json(
-            {"root": str(root.path), "step": manifest.step, "seq": manifest.seq, "parts": rows}
-        )
-        return
-    output.print_table(
-        (
-            Column("LEAF", "path", left=True),
-            Column("SINCE STEP", "since", _format_since),
-            Column("CHUNKS", "chunks"),
-            Column("OF", "of"),
-            Column("SHARE", "share", output.share),
-        ),
-        rows,
-    )
-
-
-def _blame_rows(path: str, leaf_blame: Blame) -> list[Row]:
-    """Return one row for each step that last changed some chunks of a leaf, newest first."""
-    import numpy as np
-
-    rows: list[Row] = []
-    # The two columns are compared together: "step 5" and "step 5 or earlier" are two origins.
-    origins = np.stack([leaf_blame.steps, leaf_blame.is_known.astype(np.int64)], axis=1)
-    for step, is_known in sorted(map(tuple, np.unique(origins, axis=0).tolist()), reverse=True):
-        chunks = np.flatnonzero((origins == (step, is_known)).all(axis=1))
-        rows.append(
-            {
-                "path": path,
-                "since": {"step": step, "or_earlier": not is_known},
-                "chunks": chunks.size,
-                "of": origins.shape[0],
-                "share": chunks.size / origins.shape[0],
-                "numbers": chunks.tolist(),
-            }
-        )
-    return rows
-
-
-def _format_since(origin: Row) -> str:
-    return f"{origin['step']}{' or earlier' if origin['or_earlier'] else ''}"

@@ -34,12 +34,7 @@ class RatioCoded(NamedTuple):
 
 
 def codes(
-    values: F32,
-    second: F32,
-    step: float,
-    *,
-    limit: float = 0.0,
-    out: Codes | None = None,
+    values: F32, second: F32, step: float, *, limit: float = 0.0, out: Codes | None = None
 ) -> RatioCoded:
     """Return the nearest multiples of ``step * sqrt(v)`` of first moments ``m``.
 

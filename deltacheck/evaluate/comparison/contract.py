@@ -6,7 +6,7 @@ Errors are measured anew from both states, not taken from the manifest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from deltacheck.evaluate.comparison.observed_rates import observed_rate
 from deltacheck.evaluate.comparison.snapshot import Array, Snapshot
 from deltacheck.evaluate.records import LeafCheck
 from deltacheck.leaf import tiles, tree
-from deltacheck.leaf.contracts import RANK, Bounded, Promise, Reused, name_of
+from deltacheck.leaf.contracts import Bounded, Promise, Reused, name_of
 from deltacheck.policy import adam, roles
 from deltacheck.policy.parameters import Parameter, Roles, hyperparameters
 from deltacheck.save.treatment.error_measures import RelativeError, octaves_apart, sample
@@ -249,16 +249,6 @@ def used_contracts(manifest: Manifest) -> set[str]:
         age = promise.age(manifest.step)
         used.add(LeafCheck(path, name_of(promise.terms), role=role, age_steps=age).exercise)
     return used - {""}
-
-
-def weakest(exercises: Collection[str]) -> set[str]:
-    """Return the weakest contract of each role, of contracts that ``used_contracts`` returns."""
-    by_role: dict[str, str] = {}
-    for role, name in sorted(
-        (exercise.split() for exercise in exercises), key=lambda words: RANK.index(words[1])
-    ):
-        by_role[role] = name
-    return {f"{role} {name}" for role, name in by_role.items()}
 
 
 def _numbers(manifest: Manifest) -> dict[str, object]:

@@ -12,21 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from deltacheck.backends.profiler import backend_of
-from deltacheck.evaluate.offline.policy_replay import replay
-from deltacheck.evaluate.offline.quality import Trials, hardest_step
+from deltacheck.errors import StepNotFound
+from deltacheck.evaluate.offline.policy_replay import PolicyReplay, replay
 from deltacheck.evaluate.offline.recorded import Recorded
+from deltacheck.evaluate.offline.trials import Trials
 from deltacheck.evaluate.workload import saving_module
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import Policy, roles
 from deltacheck.profile.record import ClassSensitivity
 from deltacheck.profile.sample import embedding_paths
-from deltacheck.profile.sensitivity import MOST_ELEMENT_CHANGE, Verdict, rolled_back
+from deltacheck.profile.sensitivity import rolled_back
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.opening import open_root
 
 _EXACT, _LOSSY = "exact", "auto"
-# The share of the trial's steps that may be lost. Without m about seven of ten are lost.
-MOST_LOST_SHARE = 0.4
 
 
 def class_sensitivity(
@@ -46,7 +45,7 @@ def class_sensitivity(
     """
     policies = {_EXACT: Policy.exact(), _LOSSY: Policy.auto(derive=False)}
     exact, lossy = replay(checkpoints, policies, folder)
-    step = hardest_step([lossy])
+    step = hardest_step(lossy)
     backend = saving_module(backend_of(like))
     state, restored = (backend.load(result.root, step, like) for result in (exact, lossy))
     classes = classes_of(open_root(lossy.root).manifest(step))
@@ -56,9 +55,40 @@ def class_sensitivity(
     }
     verdicts = trials.measure(state, candidates)
     return tuple(
-        _judged(verdict, tuple(sorted(classes[verdict.name])), step, trials.steps)
+        ClassSensitivity(
+            verdict.name,
+            tuple(sorted(classes[verdict.name])),
+            step,
+            trials.steps,
+            verdict.accepted,
+            verdict.lost_steps,
+            verdict.loss_change,
+            verdict.noise_sd,
+            verdict.element_change,
+            verdict.law_violations,
+            verdict.reasons,
+        )
         for verdict in verdicts
     )
+
+
+def hardest_step(result: PolicyReplay) -> int:
+    """Return the step at which reused leaves are oldest, else the newest that is not exact.
+
+    Raises:
+        StepNotFound: The policy kept every step exactly.
+    """
+    ages = {
+        step.step: max(contract.age_steps for contract in step.held)
+        for step in result.steps
+        if step.held
+    }
+    if not ages:
+        raise StepNotFound(
+            "the policy keeps every recorded step exactly, so there is no harm to measure; record"
+            " more steps"
+        )
+    return max(ages, key=lambda step: (ages[step], step))
 
 
 def classes_of(manifest: Manifest) -> dict[str, set[str]]:
@@ -76,41 +106,3 @@ def classes_of(manifest: Manifest) -> dict[str, set[str]]:
             name = "masters"
         classes.setdefault(name, set()).add(path)
     return classes
-
-
-def _judged(verdict: Verdict, leaves: tuple[str, ...], step: int, steps: int) -> ClassSensitivity:
-    reasons = tuple(_reasons(verdict, steps))
-    return ClassSensitivity(
-        verdict.name,
-        leaves,
-        step,
-        steps,
-        not reasons,
-        verdict.lost_steps,
-        verdict.loss_change,
-        verdict.noise_sd,
-        verdict.element_change,
-        verdict.law_violations,
-        reasons,
-    )
-
-
-def _reasons(verdict: Verdict, steps: int) -> Iterable[str]:
-    """Yield the reasons against a class.
-
-    They are those of ``profile.sensitivity``, with lost steps instead of the distance: where other
-    batches hardly move the weights, every bounded master ends far away without any loss
-    (``docs/lab/stability.md``).
-    """
-    # Each test is the negation of a comparison, so that NaN is a reason, too.
-    if not verdict.loss_change <= verdict.noise_sd:
-        yield f"the loss grows by {verdict.loss_change:.2g}, noise is {verdict.noise_sd:.2g}"
-    if not verdict.lost_steps <= MOST_LOST_SHARE * steps:
-        yield f"{verdict.lost_steps:.2g} of {steps} steps are lost"
-    if not verdict.element_change <= MOST_ELEMENT_CHANGE:
-        yield (
-            f"an element is {verdict.element_change:.3g} learning rates away, at most"
-            f" {MOST_ELEMENT_CHANGE:g}"
-        )
-    if verdict.law_violations:
-        yield f"{verdict.law_violations} elements violate m^2 <= C v"

@@ -160,11 +160,11 @@ def bytes_of_run(result: PolicyReplay, saves: int) -> float:
         saves: The number of saves of the run. Those beyond the replay are like its steady ones, or
             like all but the first if there are none.
     """
-    written = [step.written_bytes for step in result.steps[:saves]]
-    later = result.sizes.steady_bytes
-    if later is None:
-        later = fmean(step.written_bytes for step in result.steps[1:])
-    return sum(written) + (saves - len(written)) * later
+    sizes = [step.written_bytes for step in result.steps[:saves]]
+    steady_bytes = result.sizes.steady_bytes
+    if steady_bytes is None:
+        steady_bytes = fmean(step.written_bytes for step in result.steps[1:])
+    return sum(sizes) + (saves - len(sizes)) * steady_bytes
 
 
 def _worst_of(steps: Sequence[StepRecord]) -> tuple[HeldLeaves, ...]:

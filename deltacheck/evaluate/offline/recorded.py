@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def steps_in(source: str, item: str | None = None) -> list[int]:
     try:
         return list(open_root(source, item=item).steps())
     except NotACheckpointRoot as error:
-        return [step for step, _ in _places(Path(source), error)]
+        return [step for step, _ in _foreign(Path(source), error)[0]]
 
 
 def recorded(
@@ -69,9 +69,10 @@ def recorded(
     except NotACheckpointRoot as error:
         # A root is tried first. Only a folder that is certainly none is searched for files of
         # others.
-        for checkpoint in _foreign(Path(source), item, error):
-            if step_set is None or checkpoint.step in step_set:
-                yield checkpoint
+        places, read = _foreign(Path(source), error)
+        for step, path in places:
+            if step_set is None or step in step_set:
+                yield Recorded(step, read(step, path, item))
         return
     for step in checkpoints.steps():
         if step_set is not None and step not in step_set:
@@ -87,31 +88,23 @@ def recorded(
         yield Recorded(step, state, numbers)
 
 
-def _foreign(source: Path, item: str | None, error: Exception) -> Iterator[Recorded]:
-    """Yield the states of torch.save files or of Orbax steps; raise ``error`` if there are none."""
+def _foreign(
+    source: Path, error: Exception
+) -> tuple[list[tuple[int, Path]], Callable[[int, Path, str | None], object]]:
+    """Return the steps and places of files of torch.save or of Orbax, and the reader of one.
+
+    Raises:
+        Exception: ``error``, if there are none.
+    """
     # Only the framework of the files is imported, as only one of them may be installed.
     if _holds_torch_files(source):
-        from deltacheck.backends.torch.state import sampling as torch_files
+        from deltacheck.backends.torch.files import torch_import
 
-        yield from (Recorded(step, state) for step, state in torch_files.states(source))
-    elif _holds_orbax_steps(source):
-        from deltacheck.backends.orbax.state import sampling as orbax_steps
-
-        yield from (Recorded(step, state) for step, state in orbax_steps.states(source, item))
-    else:
-        raise error
-
-
-def _places(source: Path, error: Exception) -> list[tuple[int, Path]]:
-    """Return step and path of each file or folder; raise ``error`` if there are none."""
-    if _holds_torch_files(source):
-        from deltacheck.backends.torch.state import sampling as torch_files
-
-        return torch_files.files(source)
+        return torch_import.files(source), lambda step, path, item: torch_import.read(path)
     if _holds_orbax_steps(source):
-        from deltacheck.backends.orbax.state import sampling as orbax_steps
+        from deltacheck.backends.orbax.files import orbax_import
 
-        return orbax_steps.steps(source)
+        return orbax_import.steps(source), orbax_import.state_of
     raise error
 
 

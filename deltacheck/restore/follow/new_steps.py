@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Brief
-from deltacheck.store.roots.root import Root, StepRef
+from deltacheck.store.roots.root import Errors, Root, StepRef
 
 _Result = TypeVar("_Result")
 
@@ -71,13 +71,7 @@ class NewSteps:
         steps = [StepRef(path, Brief.of(manifest)) for path, manifest in manifests.items()]
         skips_all = newest_only or self.seq < 0
         passed = [ref.manifest_path for ref in steps if skips_all or ref.seq <= self.seq]
-        # A step that was committed after the listing comes after all others.
-        position = {path: number for number, path in enumerate(paths)}
-        last = max((position.get(path, len(paths)) for path in passed), default=-1)
-        for path in sorted(damaged.keys() - self._reported):
-            self._reported.add(path)
-            if position.get(path, len(paths)) > last:
-                raise damaged[path]
+        self._refuse_damaged(damaged, paths, passed)
         newer = [ref for ref in steps if ref.seq > self.seq]
         if repeat and not newer:
             newer = steps[-1:]
@@ -86,3 +80,15 @@ class NewSteps:
         if not newer:
             return None
         return newer[-1] if skips_all else newer[0]
+
+    def _refuse_damaged(
+        self, damaged: Errors, paths: Sequence[Place], passed: Iterable[Place]
+    ) -> None:
+        """Raise the error of an unreadable manifest behind all that are passed, once for each."""
+        # A step that was committed after the listing comes after all others.
+        position = {path: number for number, path in enumerate(paths)}
+        last = max((position.get(path, len(paths)) for path in passed), default=-1)
+        for path in sorted(damaged.keys() - self._reported):
+            self._reported.add(path)
+            if position.get(path, len(paths)) > last:
+                raise damaged[path]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Set
+from pathlib import Path
 
 from deltacheck.store.manifest import SegmentRef
 from deltacheck.store.roots.store import Store
@@ -39,14 +40,20 @@ class BaseCheck:
         """Record the size of a segment that this writer has made durable."""
         self._sizes[ref.id] = ref.stored_bytes
 
-    def lost(self, store: Store, names: Iterable[str], seconds: float = 0.0) -> list[str]:
+    def lost(
+        self, store: Store, names: Iterable[str], seconds: float = 0.0, acknowledged: str = ""
+    ) -> list[str]:
         """Return the segments that have lost their table, or files beside it, ascending.
 
         Args:
-            store: The segments of the root, on a local file system.
+            store: The segments of the root.
             names: The segments.
             seconds: The time for the look. Longer: the data files of more segments.
+            acknowledged: A segment that was written just now. An object store has acknowledged each
+                of its objects.
         """
+        if not isinstance(store.path, Path):
+            return self._lost_objects(store, set(names) - {acknowledged})
         names = sorted(names)
         if not names:
             return []
@@ -68,7 +75,7 @@ class BaseCheck:
         self._sizes = {name: size for name, size in self._sizes.items() if name >= names[0]}
         return sorted(lost)
 
-    def lost_objects(self, store: Store, names: Iterable[str]) -> list[str]:
+    def _lost_objects(self, store: Store, names: Iterable[str]) -> list[str]:
         """Return the segments of an object store that have lost their table, or objects beside it.
 
         The objects are those that an earlier look has seen. A listing of many objects takes several

@@ -182,11 +182,7 @@ class ChainState:
 
     # --- during a save, in this order -------------------------------------------------------------
 
-    def begin(
-        self,
-        paths: Collection[str],
-        make_job: Callable[[ChainTurn], SaveJob],
-    ) -> SaveJob:
+    def begin(self, paths: Collection[str], make_job: Callable[[ChainTurn], SaveJob]) -> SaveJob:
         """Begin a save on these chains. Every earlier save must be encoded.
 
         Args:
@@ -228,7 +224,7 @@ class ChainState:
 
     def merged_bytes(self) -> int:
         """Return the bytes of compactions that no manifest states yet."""
-        written_bytes = 0 if self.compactor is None else self.compactor.written_bytes()
+        written_bytes = 0 if self.compactor is None else self.compactor.written_bytes
         return written_bytes - self._stated_bytes
 
     def durable(self, job: SaveJob, ref: SegmentRef | None) -> dict[str, SegmentRef]:

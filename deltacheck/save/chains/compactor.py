@@ -168,6 +168,9 @@ class Compactor:
         store: The segments of the root.
         policy: The policy that limits the chains.
         io_timeout_seconds: The longest wait for the storage.
+
+    Attributes:
+        written_bytes: The bytes of all segments that compactions have written so far.
     """
 
     def __init__(self, store: Store, policy: Policy, io_timeout_seconds: float) -> None:
@@ -176,7 +179,7 @@ class Compactor:
         self._io_timeout_seconds = io_timeout_seconds
         self._lock = Lock()
         self._running = _Running()
-        self._written_bytes = 0
+        self.written_bytes = 0
         self._stop = threading.Event()
 
     def plan(self, leaves: Mapping[str, LeafState], seq: int, epoch: int) -> CompactionPlan | None:
@@ -237,11 +240,6 @@ class Compactor:
         with self._lock:
             return self._running.seq
 
-    def written_bytes(self) -> int:
-        """Return the bytes of all segments that compactions have written so far."""
-        with self._lock:
-            return self._written_bytes
-
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the compaction under way, if there is one."""
         thread = self._running.thread
@@ -284,7 +282,7 @@ class Compactor:
                 plan.epoch, merged.ref, links, merged.decoded_bytes, merged.declined
             )
             with self._lock:
-                self._written_bytes += 0 if result.ref is None else result.ref.stored_bytes
+                self.written_bytes += 0 if result.ref is None else result.ref.stored_bytes
             if result.ref is None:
                 # Parts of leaves that were declined later.
                 remove_tree(self._store.path, writer.path, ignore_errors=True)

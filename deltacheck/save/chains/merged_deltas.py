@@ -23,7 +23,7 @@ from deltacheck.leaf.spec import batches
 from deltacheck.restore import read
 from deltacheck.restore.chain import resolve_chains
 from deltacheck.restore.leaf_kinds import Chain
-from deltacheck.save.chains.whole_leaves import IO_TIMEOUT_SECONDS, RewrittenLeaves
+from deltacheck.save.chains.whole_leaves import RewrittenLeaves
 from deltacheck.save.job.leaf_state import LeafSave, LeafState
 from deltacheck.save.job.part_writer import EncodedChunks, PartWriter, Span
 from deltacheck.save.progress import Progress
@@ -54,7 +54,7 @@ class Run:
 
     before: Chain
     after: Chain
-    is_worth: Callable[[float, float, float], bool] = lambda *_: True
+    is_worth: Callable[[float, float, float], bool]
 
     @property
     def first(self) -> int:
@@ -136,8 +136,8 @@ class _Window(NamedTuple):
 def write_merged(
     writer: SegmentWriter,
     runs: Mapping[str, Run],
-    io_timeout_seconds: float = IO_TIMEOUT_SECONDS,
-    give_up: Callable[[], bool] = lambda: False,
+    io_timeout_seconds: float,
+    give_up: Callable[[], bool],
 ) -> Merged:
     """Write merged deltas into a new segment, durably; hold a few chunks in memory at a time.
 
@@ -169,18 +169,11 @@ def write_merged(
             chunks,
         )
         for window in batch:
-            path, run = window.path, runs[window.path]
+            path = window.path
             if path in declined:
                 continue
-            bounds = _bounds(run, window.chunks)
-            encoded = _encoded(run, window.chunks, before[path], after[path], bounds)
-            if window.is_first and not _is_worth(run, window, encoded, after[path], bounds):
+            if not _add(parts, leaves[path], runs[path], window, before[path], after[path]):
                 declined.add(path)
-                continue
-            parts.make_room(window.size)
-            digests = run.after.digests[encoded.rows[:, ROW_CHUNK].astype(np.int64)]
-            parts.add(EncodedChunks((Span(leaves[path], 0, 0),), encoded, digests))
-            del encoded
         # The next batch is read before these names get its content.
         del before, after
     parts.seal()
@@ -194,6 +187,33 @@ def write_merged(
             decoded_bytes[path] = leaf.encoded_bytes
     unmerged = frozenset(paths) - decoded_bytes.keys()
     return Merged(segment.finish() if decoded_bytes else None, decoded_bytes, unmerged)
+
+
+def _add(
+    parts: PartWriter, leaf: LeafSave, run: Run, window: _Window, before: U8, after: U8
+) -> bool:
+    """Merge the chunks of a window, and return true, unless the leaf is to stay as it is.
+
+    Args:
+        parts: Takes the merged delta.
+        leaf: The leaf.
+        run: Its deltas to merge.
+        window: The chunks.
+        before: Their content before the deltas.
+        after: Their content with the deltas.
+
+    Raises:
+        Damaged: The merged delta does not give what was saved.
+        SaveFailed: The storage hangs.
+    """
+    bounds = _bounds(run, window.chunks)
+    encoded = _encoded(run, window.chunks, before, after, bounds)
+    if window.is_first and not _is_worth(run, window, encoded, after, bounds):
+        return False
+    parts.make_room(window.size)
+    digests = run.after.digests[encoded.rows[:, ROW_CHUNK].astype(np.int64)]
+    parts.add(EncodedChunks((Span(leaf, 0, 0),), encoded, digests))
+    return True
 
 
 def _leaf_save(number: int, run: Run) -> LeafSave:

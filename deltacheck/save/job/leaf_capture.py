@@ -24,7 +24,7 @@ from deltacheck.errors import SaveFailed
 from deltacheck.leaf.digest import chunk_digests, digest_of
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import Policy, keyframes
-from deltacheck.save.job.leaf_state import LeafSave, LeafState
+from deltacheck.save.job.leaf_state import LeafSave, LeafState, await_write
 from deltacheck.save.job.part_writer import EncodedChunks, PartWriter, Span
 from deltacheck.save.job.sampled_sizes import sampled_sizes
 from deltacheck.save.job.setup import Setup
@@ -112,61 +112,55 @@ class LeafCapture:
         """Capture one leaf; return it if it is to be encoded together with others."""
         self._progress.beat()
         # `source` is the last reference to lazy content. It ends with this call, or with the group.
-        setup, codec = self._setup, self._setup.codec
         path = source.spec.path
         leaf, state = self._leaves[path], self._states.get(path)
         leaf.is_captured = True
-        if state is not None:
+        if state is not None and state.base_write is not None:
             # The last keyframe may still be written from the memory that is updated now.
-            state.free_base(setup.options.io_timeout_seconds)
-        current, spec = source.current(), source.spec
-        is_coded, is_new, law_of = isinstance(current, Coded), False, None
-        if isinstance(current, Coded):
-            if current.spec is None:
-                # A derived leaf has no chain: its next stored form must be a keyframe.
-                self._states.pop(path, None)
-                return None
-            law_of = current.law
-            spec, is_new, current = current.spec, current.is_new, current.data
-        leaf.stored_spec = spec
-        has_state = state is not None and state.spec == spec
-        if current is None and not has_state:
-            raise SaveFailed(
-                f"leaf {path!r} was to stay as it is, but an earlier save that failed took it along"
-            )
-        if state is None or not has_state:
-            state = self._states[path] = LeafState(spec, spec.bounds())
-        leaf.state = state
-        state.is_group = law_of is not None
-        if current is None:
-            pass
-        elif not is_coded and self._is_stored_whole(state, current):
-            self._capture_whole(leaf, state, source, current)
+            await_write(state.base_write, self._setup.options.io_timeout_seconds)
+            state.base_write = None
+        content = source.current()
+        is_coded = isinstance(content, Coded)
+        coded = content if isinstance(content, Coded) else Coded(source.spec, content)
+        leaf.stored_spec = coded.spec
+        if coded.spec is None:
+            # A derived leaf has no chain: its next stored form must be a keyframe.
+            self._states.pop(path, None)
             return None
-        elif is_new and state.base is not None:
+        state = leaf.state = _chain_of(self._states, path, coded.spec, stays=coded.data is None)
+        state.is_group = coded.law is not None
+        if not is_coded and self._is_stored_whole(state, content):
+            self._capture_whole(leaf, state, source, content)
+            return None
+        if coded.data is not None:
+            joined = self._encode_alone(leaf, state, coded)
+            if joined is not None:
+                return _GroupMember(leaf, state, source, joined, is_coded)
+        source.check(state.base, is_coded=is_coded)
+        return None
+
+    def _encode_alone(self, leaf: LeafSave, state: LeafState, coded: Coded) -> Any:
+        """Encode a leaf, or return its content if it is to be encoded together with others."""
+        codec, spec, current = self._setup.codec, state.spec, coded.data
+        if coded.is_new and state.base is not None:
             state.base = codec.copy(current, state.base)
             self._prove(leaf, spec, state.base)
             self._encode_if_changed(leaf, state, codec.host(state.base))
-        elif state.is_due(setup.policy):
+        elif state.is_due(self._setup.policy):
             state.base = codec.copy(current, self._memory_of(state, current))
             self._prove(leaf, spec, state.base)
             self.keyframes.append(leaf)
-        elif law_of is not None:
-            law = law_of(state.base)
+        elif coded.law is not None:
+            law = coded.law(state.base)
             self._encode(default_codec(), leaf, state, self._proven(leaf, spec, current), law)
         elif _is_small(current, self._parts.part_bytes) and isinstance(state.base, np.ndarray):
-            return _GroupMember(leaf, state, source, self._proven(leaf, spec, current), is_coded)
+            return self._proven(leaf, spec, current)
         elif self._group_codec is not None and self._group_codec.grouped(current, state.base):
             # One call for many leaves: each call of a device costs more than a small leaf.
             self._prove(leaf, spec, current)
-            return _GroupMember(leaf, state, source, current, is_coded)
+            return current
         else:
             self._encode(codec, leaf, state, self._proven(leaf, spec, current))
-        if source.recheck is not None:
-            source.recheck()
-        # Codes were made from a copy that was checked when it was made.
-        if source.check_content is not None and not is_coded:
-            source.check_content(state.base)
         return None
 
     def _is_stored_whole(self, state: LeafState, current: Any) -> bool:
@@ -205,10 +199,7 @@ class LeafCapture:
         if self._copy is None or self._copy.size < current.size:
             self._copy = host_memory.empty(current.size)
         content = self._setup.codec.copy(current, self._copy[: current.size])
-        if source.recheck is not None:
-            source.recheck()
-        if source.check_content is not None:
-            source.check_content(content)
+        source.check(content)
         self._prove(leaf, state.spec, content)
         is_unchanged = self._encode_if_changed(leaf, state, content)
         # It no longer changes everywhere, or the sizes are due to be estimated again.
@@ -345,6 +336,29 @@ class LeafCapture:
                 member.source.check_content(member.state.base)
 
 
+def _chain_of(states: dict[str, LeafState], path: str, spec: LeafSpec, *, stays: bool) -> LeafState:
+    """Return the chain of a leaf, a new one if it has none of this form.
+
+    Args:
+        states: The saver's chains by path; a new one is added.
+        path: The leaf.
+        spec: The form of what is stored.
+        stays: What is stored stays as it is.
+
+    Raises:
+        SaveFailed: It was to stay, and the leaf has no such chain.
+    """
+    state = states.get(path)
+    if state is not None and state.spec == spec:
+        return state
+    if stays:
+        raise SaveFailed(
+            f"leaf {path!r} was to stay as it is, but an earlier save that failed took it along"
+        )
+    state = states[path] = LeafState(spec, spec.bounds())
+    return state
+
+
 def _encode_small(parts: PartWriter, policy: Policy, members: Sequence[_GroupMember]) -> None:
     """Encode leaves in host memory, those with the same keyframe's segment in one call."""
     by_segment: dict[str, list[_GroupMember]] = {}
@@ -368,10 +382,7 @@ def _encode_small(parts: PartWriter, policy: Policy, members: Sequence[_GroupMem
         spans = [Span(m.leaf, start, 0) for m, start in zip(together, starts, strict=False)]
         parts.add(EncodedChunks(spans, encoded, None))
         for member in together:
-            if member.source.recheck is not None:
-                member.source.recheck()
-            if member.source.check_content is not None and not member.is_coded:
-                member.source.check_content(member.state.base)
+            member.source.check(member.state.base, is_coded=member.is_coded)
 
 
 def _is_ordered(policy: Policy, state: LeafState) -> bool:

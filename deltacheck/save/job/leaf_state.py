@@ -84,16 +84,6 @@ class LeafState:
         """Return the sizes of the deltas since the keyframe."""
         return DeltasSinceKeyframe(self.spec.raw_bytes, self.delta_bytes, self.merged_deltas)
 
-    def free_base(self, timeout: float) -> None:
-        """Wait until no write reads the base any more.
-
-        Raises:
-            StorageTimeout: The write did not end within ``timeout`` seconds.
-        """
-        if self.base_write is not None:
-            await_write(self.base_write, timeout)
-            self.base_write = None
-
 
 class RowRun(NamedTuple):
     """Consecutive index rows of one leaf in one part.

@@ -20,11 +20,7 @@ from deltacheck.save.job.leaf_state import LeafSave
 from deltacheck.save.job.source import torn_between_reads
 from deltacheck.store import layout
 from deltacheck.store.documents import Written
-from deltacheck.store.manifest import (
-    LeafRecord,
-    Manifest,
-    SegmentRef,
-)
+from deltacheck.store.manifest import LeafRecord, Manifest, SegmentRef
 
 
 @dataclass(frozen=True, slots=True)

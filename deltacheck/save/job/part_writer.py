@@ -18,7 +18,7 @@ from deltacheck.save.job.leaf_state import LeafSave, RowRun, await_write
 from deltacheck.save.progress import Progress
 from deltacheck.store import segment
 from deltacheck.store.files.arrays import Pending
-from deltacheck.store.segment import SegmentWriter, stream_sizes
+from deltacheck.store.segment import SegmentWriter, stream_size_table
 
 # A part is closed after this many encoded bytes. Larger: fewer files, which cost a small save most
 # of its time; smaller: a disk begins to write sooner.
@@ -52,13 +52,6 @@ class EncodedChunks:
     spans: Sequence[Span]
     encoded: Encoded
     digests: U64 | None
-
-    @property
-    def encoded_bytes(self) -> int:
-        """Bytes of the streams and of the rows."""
-        return (
-            sum(stream.size for stream in self.encoded.streams.values()) + self.encoded.rows.nbytes
-        )
 
 
 class PartWriter:
@@ -103,7 +96,8 @@ class PartWriter:
         if piece.encoded.rows.shape[0] == 0:
             return
         self._pieces.append(piece)
-        self._unsealed_bytes += piece.encoded_bytes
+        stream_bytes = sum(stream.size for stream in piece.encoded.streams.values())
+        self._unsealed_bytes += stream_bytes + piece.encoded.rows.nbytes
         if self._unsealed_bytes >= self.part_bytes:
             self.seal()
 
@@ -163,7 +157,7 @@ class PartWriter:
 
     def _count(self, table: U32) -> None:
         """Add a part's index to the figures of its leaves."""
-        encoded_sizes = np.sum(list(stream_sizes(table).values()), axis=0)
+        encoded_sizes = stream_size_table(table).sum(axis=1)
         # The rows of a leaf are consecutive, so sums between the changes of the number suffice.
         numbers = table[:, segment.LEAF]
         starts = np.flatnonzero(np.diff(numbers, prepend=np.uint32(0xFFFFFFFF)))

@@ -50,11 +50,11 @@ class SaveJob:
     Args:
         setup: The options of the saver.
         request: The step to save.
-        turn: The saver's chains.
         sources: The leaves to store, by path. Lazy ones are held until they are captured.
         terms: Return what the manifest says of leaves that are not stored exactly; called after
             every source was captured.
         progress: The state that the caller's handle shows.
+        turn: The saver's chains.
 
     Attributes:
         segment: The table of its segment: what the save writes, and what its step needs.
@@ -64,10 +64,10 @@ class SaveJob:
         self,
         setup: Setup,
         request: SaveRequest,
-        turn: ChainTurn,
         sources: Mapping[str, LeafSource],
         terms: Callable[[], Terms],
         progress: Progress,
+        turn: ChainTurn,
     ) -> None:
         self.setup = setup
         self.request = request
@@ -97,16 +97,6 @@ class SaveJob:
         self._copies = EarlyCopies(self.lazy, cache_bytes)
         progress.while_awaited = self._hasten
         self.segment = SegmentBuilder(setup, self.writer, progress, cache_bytes)
-
-    @property
-    def live_digests(self) -> dict[str, str]:
-        """Digests of the captured leaves by path, if the save is read back."""
-        return {path: leaf.live_digest for path, leaf in self.leaves.items() if leaf.live_digest}
-
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of the leaves that were written whole as arrays, once it is encoded."""
-        return sum(leaf.encoded_bytes for leaf in self._capture.keyframes)
 
     def capture(self, sources: deque[LeafSource]) -> None:
         """Bring the shadow to the present content of ``sources``, and empty them."""

@@ -36,6 +36,12 @@ class SegmentBuilder:
         writer: The segment.
         progress: Receives a beat at every keyframe.
         cache_bytes: Most encoded bytes in memory.
+
+    Attributes:
+        entries: The entries of the table, by path.
+        segments: The segments that the step needs.
+        records: Every stored leaf, changed or not, by path.
+        whole_bytes: Bytes of the leaves that were written whole as arrays.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class SegmentBuilder:
         self.entries: dict[str, LeafEntry] = {}
         self.segments: set[str] = set()
         self.records: dict[str, LeafRecord] = {}
+        self.whole_bytes = 0
         self._setup = setup
         self._writer = writer
         self._progress = progress
@@ -95,6 +102,7 @@ class SegmentBuilder:
                 while len(window) > 1 and sum(size for size, _ in window) > self._window_bytes:
                     await_write(window.popleft()[1], setup.options.io_timeout_seconds)
             leaf.changed_words, leaf.encoded_bytes = int(state.bounds[-1]), host.nbytes
+            self.whole_bytes += host.nbytes
             state.begin_at(writer.id)
             self._enter(leaf, digests, key=key)
 

@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from deltacheck.codec.derivation import Derived
 from deltacheck.errors import RankFailed
 from deltacheck.leaf import sharding, tree
 from deltacheck.leaf.contracts import weakest_of
@@ -40,12 +41,7 @@ from deltacheck.save.treatment.signals import Agreed, HeldState, Signals, combin
 from deltacheck.store import compact, layout
 from deltacheck.store.documents import Written
 from deltacheck.store.lock.interrupts import Lock
-from deltacheck.store.manifest import (
-    LeafRecord,
-    Manifest,
-    SegmentRef,
-    Tiles,
-)
+from deltacheck.store.manifest import LeafRecord, Manifest, SegmentRef, Tiles
 from deltacheck.store.roots.store import Store
 
 # Hexadecimal digits of a tile's digest.
@@ -521,50 +517,20 @@ def merged(
         RankFailed: A report is of another step, or of other tiles than the plan, or a copy differs
             from what was written.
     """
-    for rank, report in enumerate(reports):
-        if report.step != manifest.step:
-            raise RankFailed(f"rank {rank} reports step {report.step}, rank 0 step {manifest.step}")
-    owners = sharding.owners_of(plan)
-    tiles_of_ranks = sharding.by_rank(owners, len(reports))
-    for rank, (report, numbers) in enumerate(zip(reports, tiles_of_ranks, strict=True)):
-        # A report names no tiles: its digests are in the order of the plan, so their number must
-        # match.
-        if len(report.digests) != _DIGITS * numbers.size:
-            raise RankFailed(
-                f"rank {rank} reports {len(report.digests) // _DIGITS} tiles, the plan gives it"
-                f" {numbers.size}"
-            )
+    reported = _Reported.of(plan, reports)
+    reported.require_planned(manifest.step)
     rules = [report.rules for report in reports]
     if copies is not None and copies.ranks.size:
+        contents = content_digests(reported.digests(), plan, rules)
         by_rank = [report.copies for report in reports]
-        digests = _digests_of_tiles(owners, reports, tiles_of_ranks)
-        contents = content_digests(digests, plan, rules)
         require_equal_copies(manifest.step, plan, copies, by_rank, contents)
     refs = {ref.id: ref for report in reports for ref in report.segments}
     # Segments of a manifest ascend by name (docs/reference/format.md, section 3), and lanes refer
     # to their positions.
     segment_numbers = {name: number for number, name in enumerate(sorted(refs))}
-    whole_leaves, tiles = _leaves_of_plan(plan, rules, manifest.step)
-    is_compact = compact.pays(tiles)
-    # Digests that the tables of the segments have as well are left to them.
-    leaves_left = [is_compact and path in tiles and all(tiles[path].codes) for path in plan]
-    sizes = [leaf_plan.owners.size for leaf_plan in plan.values()]
-    is_left = np.repeat(np.array(leaves_left, bool), np.array(sizes, np.int64))
-    digests = _digests_of_tiles(owners, reports, tiles_of_ranks, is_left)
-    leaves, first = {}, 0
-    for path, leaf_is_left, size in zip(plan, leaves_left, sizes, strict=True):
-        start, first = first, first + size
-        if not leaf_is_left:
-            text = digests[start:first].tobytes().decode("ascii")
-            if path in whole_leaves:
-                leaves[path] = msgspec.structs.replace(whole_leaves[path], digest=text)
-            elif path in tiles:
-                tiles[path] = msgspec.structs.replace(tiles[path], digests=text)
-    derived = {
-        path: rules[int(leaf_plan.owners[0])].derived[path]
-        for path, leaf_plan in plan.items()
-        if leaf_plan.cuts is None and path in rules[int(leaf_plan.owners[0])].derived
-    }
+    leaves, tiles, derived = _leaves_of_plan(plan, rules, manifest.step)
+    is_left = _left_to_tables(plan, tiles)
+    _add_digests(leaves, tiles, plan, reported.digests(is_left), is_left)
     contracts = promises_of_leaves(rules, manifest.step)
     manifest_of_all: Manifest = msgspec.structs.replace(
         manifest,
@@ -580,31 +546,123 @@ def merged(
         contract=weakest_of(contracts.values()),
         # Ranks of a pipeline may have other groups each; those that they share have one course.
         rates={group: rate for of_rank in rules for group, rate in of_rank.rates.items()},
-        lane_digests=tuple(
-            compact.lane_digest(_left_digests(report.digests, is_left[numbers]))
-            for report, numbers in zip(reports, tiles_of_ranks, strict=True)
-        )
-        if any(leaves_left)
-        else (),
+        lane_digests=reported.lane_digests(is_left) if is_left.any() else (),
     )
     # A reader that does not know tiles would find leaves missing, so it must refuse the step.
     features = manifest_of_all.features
     return msgspec.structs.replace(manifest_of_all, must_understand=features)
 
 
+@dataclass(frozen=True, slots=True)
+class _Reported:
+    """The tiles of all ranks with what the ranks have reported of them.
+
+    Args:
+        owners: The writers of all tiles.
+        reports: The reports in the order of ranks.
+        numbers: The tiles of each rank.
+    """
+
+    owners: I64
+    reports: Sequence[Report]
+    numbers: Sequence[I64]
+
+    @classmethod
+    def of(cls, plan: Plan, reports: Sequence[Report]) -> _Reported:
+        """Return the tiles of a plan."""
+        owners = sharding.owners_of(plan)
+        return cls(owners, reports, sharding.by_rank(owners, len(reports)))
+
+    def require_planned(self, step: int) -> None:
+        """Raise ``RankFailed`` unless the reports are of a step, and of the tiles of the plan."""
+        for rank, report in enumerate(self.reports):
+            if report.step != step:
+                raise RankFailed(f"rank {rank} reports step {report.step}, rank 0 step {step}")
+        for rank, (report, numbers) in enumerate(zip(self.reports, self.numbers, strict=True)):
+            # A report names no tiles: its digests are in the order of the plan, so their number
+            # must match.
+            if len(report.digests) != _DIGITS * numbers.size:
+                raise RankFailed(
+                    f"rank {rank} reports {len(report.digests) // _DIGITS} tiles, the plan gives it"
+                    f" {numbers.size}"
+                )
+
+    def digests(self, is_left: NDArray[np.bool_] | None = None) -> NDArray[np.bytes_]:
+        """Return the digests of all tiles, ``S32 (tiles,)``; zeros for those left out.
+
+        Args:
+            is_left: The tiles to leave out; ``None``: none.
+        """
+        # Vectorized: a model on thousands of ranks has millions of tiles.
+        digests = np.zeros(self.owners.size, f"S{_DIGITS}")
+        for report, numbers in zip(self.reports, self.numbers, strict=True):
+            is_needed = slice(None) if is_left is None else ~is_left[numbers]
+            reported = np.frombuffer(report.digests.encode("ascii"), f"S{_DIGITS}")
+            digests[numbers[is_needed]] = reported[is_needed]
+        return digests
+
+    def lane_digests(self, is_left: NDArray[np.bool_]) -> tuple[str, ...]:
+        """Return the digest of each rank's lane: of the tiles that the manifest leaves to tables.
+
+        Args:
+            is_left: These tiles.
+        """
+        return tuple(
+            compact.lane_digest(_left_digests(report.digests, is_left[numbers]))
+            for report, numbers in zip(self.reports, self.numbers, strict=True)
+        )
+
+
+def _left_to_tables(plan: Plan, tiles: Mapping[str, Tiles]) -> NDArray[np.bool_]:
+    """Return true for each tile whose digest the tables of the segments have as well.
+
+    These are all tiles of a leaf, or none. The manifest leaves such digests to the tables.
+    """
+    is_compact = compact.pays(tiles)
+    leaves_left = [is_compact and path in tiles and all(tiles[path].codes) for path in plan]
+    sizes = [leaf_plan.owners.size for leaf_plan in plan.values()]
+    return np.repeat(np.array(leaves_left, bool), np.array(sizes, np.int64))
+
+
+def _add_digests(
+    leaves: dict[str, LeafRecord],
+    tiles: dict[str, Tiles],
+    plan: Plan,
+    digests: NDArray[np.bytes_],
+    is_left: NDArray[np.bool_],
+) -> None:
+    """Give the leaves of a plan, whole or in tiles, their digests but for those left out."""
+    first = 0
+    for path, leaf_plan in plan.items():
+        start, first = first, first + leaf_plan.owners.size
+        if is_left[start:first].any():
+            continue
+        text = digests[start:first].tobytes().decode("ascii")
+        if path in leaves:
+            leaves[path] = msgspec.structs.replace(leaves[path], digest=text)
+        elif path in tiles:
+            tiles[path] = msgspec.structs.replace(tiles[path], digests=text)
+
+
 def _leaves_of_plan(
     plan: Plan, rules: Sequence[RankRules], step: int
-) -> tuple[dict[str, LeafRecord], dict[str, Tiles]]:
-    """Return what is stored of whole leaves, and the leaves in tiles; both without digests."""
+) -> tuple[dict[str, LeafRecord], dict[str, Tiles], dict[str, Derived]]:
+    """Return what is stored of whole leaves, the leaves in tiles, and the rules of whole leaves.
+
+    The first two have no digests.
+    """
     whole_leaves: dict[str, LeafRecord] = {}
     tiles: dict[str, Tiles] = {}
+    derived: dict[str, Derived] = {}
     # Many leaves have the same owners, and share one object.
     owners_by_bytes: dict[bytes, tuple[int, ...]] = {}
     for path, leaf_plan in plan.items():
         if leaf_plan.cuts is None:
             owner = int(leaf_plan.owners[0])
-            is_derived = path in rules[owner].derived
-            dtype = rules[owner].codes.get(path, "") if is_derived else leaf_plan.dtype
+            dtype = leaf_plan.dtype
+            if path in rules[owner].derived:
+                derived[path] = rules[owner].derived[path]
+                dtype = rules[owner].codes.get(path, "")
             if dtype:
                 spec = LeafSpec.of(path, leaf_plan.shape, dtype)
                 whole_leaves[path] = LeafRecord(spec.dtype, spec.shape, spec.chunk, "", owner)
@@ -615,30 +673,7 @@ def _leaves_of_plan(
                 owners = owners_by_bytes[key] = tuple(leaf_plan.owners.tolist())
             tiled = Tiles(leaf_plan.dtype, leaf_plan.cuts, "", owners)
             tiles[path] = rules_of_tiles(tiled, path, owners, rules, step)
-    return whole_leaves, tiles
-
-
-def _digests_of_tiles(
-    owners: I64,
-    reports: Sequence[Report],
-    tiles_of_ranks: Sequence[I64],
-    is_left: NDArray[np.bool_] | None = None,
-) -> NDArray[np.bytes_]:
-    """Return the digests of all tiles as reported, ``S32 (tiles,)``; zeros for those left out.
-
-    Args:
-        owners: The writers of all tiles.
-        reports: The reports in the order of ranks.
-        tiles_of_ranks: The tiles of each rank.
-        is_left: The tiles to leave out; ``None``: none.
-    """
-    # Vectorized: a model on thousands of ranks has millions of tiles.
-    digests = np.zeros(owners.size, f"S{_DIGITS}")
-    for report, numbers in zip(reports, tiles_of_ranks, strict=True):
-        is_needed = slice(None) if is_left is None else ~is_left[numbers]
-        reported = np.frombuffer(report.digests.encode("ascii"), f"S{_DIGITS}")
-        digests[numbers[is_needed]] = reported[is_needed]
-    return digests
+    return whole_leaves, tiles, derived
 
 
 def _left_digests(digests: str, is_left: NDArray[np.bool_]) -> str:

@@ -113,23 +113,14 @@ class MomentCapture:
         refuses the pair, the elements that drifted far are written alone.
         """
         group, save, decisions = self._group, self._group.save, self._coded
-        first, second = group.parameter.first, group.parameter.second
+        second = group.parameter.second
         stored_pair = save.run.stored_pairs.get(group.parameter.name)
-        if stored_pair is None or first is None or second is None:
+        if stored_pair is None or group.parameter.first is None or second is None:
             return None
-        terms = decisions[second].terms
-        assert isinstance(terms, Reused)
         age = stored_pair.age(save.step, group.situation.step)
-        # A frozen parameter has the values of its stored pair.
-        is_due = group.situation.is_due and age != 0
-        if age is None or age > terms.max_age_steps or is_due:
+        codes = self._stored_codes(forms) if self._is_young(age, second) else None
+        if codes is None:
             return None
-        codes: dict[str, Array] = {}
-        for path in decisions:
-            stored_codes = save.reader.stored(path, forms.spec(path))
-            if stored_codes is None:
-                return None
-            codes[path] = stored_codes
         # Law 8: rows that are touched for the first time have no stored moment.
         is_touched = bool(np.any((codes[second] == 0) & (self._values(second) > 0)))
         measured = None if is_touched else self._drifts(forms, codes)
@@ -149,6 +140,24 @@ class MomentCapture:
             path: Coded(forms.spec(path), None if patched is None else codes[path].view(np.uint8))
             for path in decisions
         }
+
+    def _is_young(self, age: int | None, second: str) -> bool:
+        """Return true if a stored pair of some age may stand for the live one."""
+        terms = self._coded[second].terms
+        assert isinstance(terms, Reused)
+        # A frozen parameter has the values of its stored pair.
+        is_due = self._group.situation.is_due and age != 0
+        return age is not None and age <= terms.max_age_steps and not is_due
+
+    def _stored_codes(self, forms: MomentCodes) -> dict[str, Array] | None:
+        """Return the codes that are stored of both moments; ``None`` if there are not all."""
+        codes: dict[str, Array] = {}
+        for path in self._coded:
+            stored_codes = self._group.save.reader.stored(path, forms.spec(path))
+            if stored_codes is None:
+                return None
+            codes[path] = stored_codes
+        return codes
 
     def _drifts(self, forms: MomentCodes, codes: Mapping[str, Array]) -> dict[str, float] | None:
         """Return the drift of a sample of both moments; ``None`` if the guard refuses it."""

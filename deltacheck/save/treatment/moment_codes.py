@@ -65,11 +65,7 @@ class MomentCodes:
         return sorted(self.decisions, key=lambda path: bool(self.decisions[path].of))
 
     def encode(
-        self,
-        path: str,
-        live: Array,
-        codes: Mapping[str, Array],
-        base: Array | None = None,
+        self, path: str, live: Array, codes: Mapping[str, Array], base: Array | None = None
     ) -> Array | None:
         """Return the codes of a moment, 1-D; ``None`` if it has none.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -53,44 +53,72 @@ def paired(
     pairs = run.pairs
     if pairs is None or pairs.roles != leaf_roles:
         pairs = Pairs(leaf_roles, leaf_roles)
-    open_names = {p.name for p in pairs.result.parameters if p.adam and (p.rivals or not p.paired)}
+    open_names = {p.name for p in pairs.result.parameters if _is_open(p)}
     if not open_names or pairs.tries == _TRIES:
         run.pairs = pairs
         return pairs.result
-    certain = {p.wide_weight for p in leaf_roles.parameters if p.paired and not p.rivals}
-    leaves: dict[tuple[int, ...], list[str]] = {}
-    for path in leaf_roles.others:
-        if (
-            path in sources
-            and path not in certain
-            and is_treatable(sources[path].spec, "float32")
-            and (with_weights or path not in leaf_roles.weights)
-        ):
-            leaves.setdefault(sources[path].spec.shape, []).append(path)
-    states: dict[tuple[int, ...], list[Parameter]] = {}
-    for p in leaf_roles.parameters:
-        moments = (sources.get(p.first or ""), sources.get(p.second or ""))
-        if p.name in open_names and all(
-            m is not None and is_treatable(m.spec, "float32") for m in moments
-        ):
-            states.setdefault(sources[str(p.first)].spec.shape, []).append(p)
+    leaves = _open_leaves(leaf_roles, sources, with_weights=with_weights)
+    states = _open_states(leaf_roles, sources, open_names)
     shapes = states.keys() & leaves.keys()
     candidates = [sources[path] for shape in shapes for path in leaves[shape]]
     if candidates and not any(reader.stored(s.spec.path, s.spec) is not None for s in candidates):
-        return replace(
-            pairs.result,
-            parameters=tuple(
-                replace(p, paired=False) if p.rivals else p for p in pairs.result.parameters
-            ),
-        )
+        return _without_rivals(pairs.result)
     evidence = dict(pairs.evidence)
     for shape in shapes:
-        changes = {path: _change(reader, sources[path]) for path in leaves[shape]}
-        moving = {path: change for path, change in changes.items() if change is not None}
+        moving = _changes(reader, sources, leaves[shape])
         for p in states[shape] if moving else ():
             evidence |= _evidence(run, reader, sources, p, moving, rates[p.group or ""], counts)
     run.pairs = Pairs(leaf_roles, roles.pair(leaf_roles, evidence), evidence, pairs.tries + 1)
     return run.pairs.result
+
+
+def _is_open(parameter: Parameter) -> bool:
+    """Return true if it is unknown which leaf the state of a parameter moves."""
+    return parameter.adam and (bool(parameter.rivals) or not parameter.paired)
+
+
+def _open_leaves(
+    leaf_roles: Roles, sources: Mapping[str, LeafSource], *, with_weights: bool
+) -> dict[tuple[int, ...], list[str]]:
+    """Return the leaves by shape that a state may move and that are not known to be another's."""
+    excluded = {p.wide_weight for p in leaf_roles.parameters if p.paired and not p.rivals}
+    if not with_weights:
+        excluded |= leaf_roles.weights.keys()
+    leaves: dict[tuple[int, ...], list[str]] = {}
+    for path in leaf_roles.others:
+        if path not in excluded and _is_wide(sources.get(path)):
+            leaves.setdefault(sources[path].spec.shape, []).append(path)
+    return leaves
+
+
+def _open_states(
+    leaf_roles: Roles, sources: Mapping[str, LeafSource], names: Container[str]
+) -> dict[tuple[int, ...], list[Parameter]]:
+    """Return those of some parameters by shape whose moments are stored in float32."""
+    states: dict[tuple[int, ...], list[Parameter]] = {}
+    for p in leaf_roles.parameters:
+        moments = [sources.get(path or "") for path in (p.first, p.second)]
+        if p.name in names and all(map(_is_wide, moments)):
+            states.setdefault(sources[str(p.first)].spec.shape, []).append(p)
+    return states
+
+
+def _is_wide(source: LeafSource | None) -> bool:
+    return source is not None and is_treatable(source.spec, "float32")
+
+
+def _without_rivals(leaf_roles: Roles) -> Roles:
+    """Return the roles without the pairs of states and leaves that are guesses."""
+    parameters = tuple(replace(p, paired=p.paired and not p.rivals) for p in leaf_roles.parameters)
+    return replace(leaf_roles, parameters=parameters)
+
+
+def _changes(
+    reader: LeafReader, sources: Mapping[str, LeafSource], paths: Iterable[str]
+) -> dict[str, Any]:
+    """Return the changes of those leaves that have changed, as far as that is known."""
+    changes = {path: _change(reader, sources[path]) for path in paths}
+    return {path: change for path, change in changes.items() if change is not None}
 
 
 def _change(reader: LeafReader, source: LeafSource) -> Any:

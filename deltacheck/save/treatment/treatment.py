@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -41,13 +41,7 @@ from deltacheck.save.treatment.lossy_save import LossySave, ParameterSave, read_
 from deltacheck.save.treatment.moment_capture import MomentCapture
 from deltacheck.save.treatment.proof import paired, proven
 from deltacheck.save.treatment.run_state import LeafReader, RunState, Shadow
-from deltacheck.save.treatment.signals import (
-    Agreed,
-    HeldState,
-    Signals,
-    layout_text,
-    scale_of,
-)
+from deltacheck.save.treatment.signals import Agreed, HeldState, Signals, layout_text, scale_of
 from deltacheck.save.treatment.weight_capture import WeightCapture
 
 log = logging.getLogger("deltacheck")
@@ -57,8 +51,52 @@ _RATES = ("learning_rate", "lr")
 _NORMS = ("gradient_norm", "grad_norm")
 
 
+class _Optimizers(NamedTuple):
+    """The optimizers of a state, as far as the state shows them.
+
+    Attributes:
+        roles: The roles of the leaves.
+        rates: The hyperparameters of each parameter group.
+        numbers: All numbers of the state, by path.
+        counts: The step count of each parameter's optimizer, by the name of the parameter.
+    """
+
+    roles: Roles
+    rates: Mapping[str, Hyperparameters]
+    numbers: Mapping[str, object]
+    counts: Mapping[str, int | None]
+
+    def activity(
+        self, run: RunState, step: int, specs: Mapping[str, LeafSpec]
+    ) -> tuple[Activity, tuple[Event, ...]]:
+        """Return the activity with the step counts of a save, and the events that it shows."""
+        counts, sizes = {}, {}
+        for parameter in self.roles.parameters:
+            count = self.numbers.get(parameter.count or "")
+            if isinstance(count, int | float) and math.isfinite(count):
+                counts[parameter.name] = int(count)
+                spec = specs.get(parameter.first or parameter.master or "")
+                sizes[parameter.name] = 0 if spec is None else math.prod(spec.shape)
+        activity, events = run.activity.advance(step, counts, sizes)
+        # The stored moments show a new optimizer that keeps no counts.
+        if run.zeroed and not events:
+            events = (Event(step, "optimizer"),)
+        return activity, events
+
+    def peaks(
+        self, peaks: Mapping[str, PeakRate], events: Sequence[str], *, is_resumed: bool
+    ) -> dict[str, PeakRate]:
+        """Return the course of the learning rate of each parameter group, with this save."""
+        largest: dict[str, int] = {}
+        for parameter in self.roles.parameters:
+            group = parameter.group or ""
+            largest[group] = max(largest.get(group, 0), self.counts[parameter.name] or 0)
+        rates = {group: rate for group in largest if (rate := self.rates[group].lr) is not None}
+        return peak_rates(peaks, rates, largest, events, is_resumed=is_resumed)
+
+
 class Treatment:
-    """The policy of one saver, save after save.
+    """The policy of one saver, which is not exact, save after save.
 
     Args:
         policy: The policy.
@@ -94,22 +132,14 @@ class Treatment:
         """
         if self._policy.hidden is None:
             return None
-        leaf_roles, rates, numbers = self._roles_and_rates(state)
+        optimizers = self._optimizers(step, state)
         return msgspec.structs.replace(
-            self._signals(step, state, leaf_roles, rates, numbers),
-            scales=self._scales(leaf_roles, state),
+            self._signals(step, state, optimizers), scales=self._scales(optimizers.roles, state)
         )
 
-    def _signals(
-        self,
-        step: int,
-        state: HeldState,
-        leaf_roles: Roles,
-        rates: Mapping[str, Hyperparameters],
-        numbers: Mapping[str, object],
-    ) -> Signals:
+    def _signals(self, step: int, state: HeldState, optimizers: _Optimizers) -> Signals:
         """Return the signals of a process that saves alone: without scales."""
-        metrics, run = state.metrics, self._run
+        metrics, run, rates = state.metrics, self._run, optimizers.rates
         constants = tuple((group, rate.beta1, rate.beta2) for group, rate in rates.items())
         return Signals(
             loss=metrics.get("loss"),
@@ -119,8 +149,7 @@ class Treatment:
             # The captures of the last save have measured these.
             drifts=tuple(run.drifts),
             events=tuple(
-                (event.what, event.size)
-                for event in _count(run, step, leaf_roles, numbers, state)[1]
+                (event.what, event.size) for event in optimizers.activity(run, step, state.specs)[1]
             ),
         )
 
@@ -134,11 +163,11 @@ class Treatment:
         """
         if self._policy.hidden is None:
             return None
-        run, leaf_roles = self._run, self._roles_and_rates(state)[0]
+        run = self._run
         return Signals(
             drifts=tuple(run.drifts),
             events=(("optimizer", 0.0),) if run.zeroed else (),
-            scales=self._scales(leaf_roles, state),
+            scales=self._scales(self._optimizers(0, state).roles, state),
         )
 
     def _scales(self, leaf_roles: Roles, state: HeldState) -> dict[str, tuple[float, int]]:
@@ -172,9 +201,6 @@ class Treatment:
             The sources that store the leaves as decided, and a function that returns the terms for
             the manifest. These are complete once every source was captured.
         """
-        # The common case must not read a single leaf on the training thread.
-        if self._policy.is_exact:
-            return dict(sources), Terms
         # A leaf is read for others, too, so that all of them read the copy that a training makes.
         sources = {
             path: ViewedLeaf(source).source() if source.is_view else source
@@ -182,41 +208,27 @@ class Treatment:
         }
         agreed = agreed or Agreed()
         state = agreed.held or self._held(sources, tree, metrics)
-        leaf_roles, rates, numbers = self._roles_and_rates(state)
-        counts, places = (
-            _counts(leaf_roles, numbers, step),
-            self._run.turns_of(leaf_roles, state.specs),
-        )
+        optimizers = self._optimizers(step, state)
+        places = self._run.turns_of(optimizers.roles, state.specs)
         # Before any decision: an event of this very step must already end the stable stage.
-        signals = agreed.signals
-        if signals is None and self._policy.hidden is not None:
-            signals = self._signals(step, state, leaf_roles, rates, numbers)
-        if signals is not None:
-            is_resumed = self._run.detector.last is None
-            events = tuple(event.what for event in self._observe(step, signals))
-            self._run.peaks = _peaks(self._run.peaks, leaf_roles, rates, counts, events, is_resumed)
-            self._run.activity, _ = _count(self._run, step, leaf_roles, numbers, state)
-            self._run.zeroed.clear()
-        stage = self._run.stage.name
+        if self._policy.hidden is not None:
+            signals = agreed.signals or self._signals(step, state, optimizers)
+            self._follow(step, signals, state, optimizers)
         layout = Layout({name: source.spec for name, source in sources.items()}, agreed.cuts)
-        if stage == DEGRADED:
-            self._run.pairs = None
-        else:
-            leaf_roles = self._settled(leaf_roles, layout, sources, rates, counts, agreed)
-        if signals is not None and agreed.signals is None:
-            self._keep_scales(self._scales(leaf_roles, state))
-        if stage == STABLE:
-            self._run.seconds.clear()
+        settled = self._settled(optimizers, layout, sources, agreed)
+        optimizers = optimizers._replace(roles=settled)
+        if self._policy.hidden is not None and agreed.signals is None:
+            self._keep_scales(self._scales(optimizers.roles, state))
         # A first save shows nothing of what is not named.
         is_first = self._run.pairs is None and agreed.signals is None
-        doubts = "" if is_first else self._doubts(leaf_roles, state.specs)
+        doubts = "" if is_first else self._doubts(optimizers.roles, state.specs)
         if doubts and doubts != self._run.doubts:
             log.warning("step %d: %s", step, doubts)
         self._run.doubts = doubts
         save = LossySave(
             self._policy,
             step,
-            stage,
+            self._run.stage.name,
             self._run,
             self._reader,
             agreed.digests,
@@ -226,45 +238,75 @@ class Treatment:
         replacements = save.share_equal(
             {path: sources[path] for path in state.numbers if path in sources}
         )
-        self._run.clocks, turns = refresh.due(
-            self._policy, stage, leaf_roles, places, rates, counts, self._run.clocks
+        replacements |= self._decided(save, sources, layout, state.specs, optimizers, places)
+        return dict(sources) | replacements, save.terms
+
+    def _decided(
+        self,
+        save: LossySave,
+        sources: Mapping[str, LeafSource],
+        layout: Layout,
+        specs: Mapping[str, LeafSpec],
+        optimizers: _Optimizers,
+        places: Mapping[str, float],
+    ) -> dict[str, LeafSource]:
+        """Return the sources of the leaves of all parameters that are not simply stored."""
+        run, rates, counts = self._run, optimizers.rates, optimizers.counts
+        replacements: dict[str, LeafSource] = {}
+        run.clocks, turns = refresh.due(
+            self._policy, save.stage, optimizers.roles, places, rates, counts, run.clocks
         )
-        for parameter in leaf_roles.parameters:
+        for parameter in optimizers.roles.parameters:
             wide_weight = self._wide_weight(parameter)
             groups = (parameter.group or "", *parameter.rivals)
             slowest = min(groups, key=lambda group: self._unit(group, rates))
             situation = Situation(
                 replace(rates[parameter.group or ""], lr=rates[slowest].lr),
                 counts[parameter.name],
-                self._run.lattices.get(wide_weight),
-                self._run.scales.get(wide_weight, 0.0),
+                run.lattices.get(wide_weight),
+                run.scales.get(wide_weight, 0.0),
                 parameter.name in turns,
-                self._run.phases_at(step),
+                run.phases_at(save.step),
                 self._peak(slowest),
                 bool(parameter.rivals),
             )
-            decisions = decide(self._policy, stage, parameter, state.specs, situation)
+            decisions = decide(self._policy, save.stage, parameter, specs, situation)
+            decision = decisions.get(wide_weight)
             for cell in layout.cells(parameter.leaves):
                 cell_parameter = cell.parameter(parameter)
                 replacements |= self._parameter_sources(
                     save, cell_parameter, situation, cell.decisions(parameter, decisions), sources
                 )
-                decision = decisions.get(wide_weight)
                 if cell.suffix and decision is not None and decision.spacing:
                     # As decided and not as captured, so that it is the same on every rank.
-                    self._run.keep_lattice(wide_weight, decision)
-        return dict(sources) | replacements, save.terms
+                    run.keep_lattice(wide_weight, decision)
+        return replacements
+
+    def _follow(
+        self, step: int, signals: Signals, state: HeldState, optimizers: _Optimizers
+    ) -> None:
+        """Bring all that is known of the run to this save."""
+        run = self._run
+        is_resumed = run.detector.last is None
+        events = tuple(event.what for event in self._observe(step, signals))
+        run.peaks = optimizers.peaks(run.peaks, events, is_resumed=is_resumed)
+        run.activity, _ = optimizers.activity(run, step, state.specs)
+        run.zeroed.clear()
+        if run.stage.name == STABLE:
+            run.seconds.clear()
 
     def _settled(
         self,
-        leaf_roles: Roles,
+        optimizers: _Optimizers,
         layout: Layout,
         sources: Mapping[str, LeafSource],
-        rates: Mapping[str, Hyperparameters],
-        counts: Mapping[str, int | None],
         agreed: Agreed,
     ) -> Roles:
         """Return the roles with what content shows of them."""
+        leaf_roles = optimizers.roles
+        if self._run.stage.name == DEGRADED:
+            self._run.pairs = None
+            return leaf_roles
         # Ranks would have to agree on what each of them finds in its tiles.
         if self._policy.law:
             leaf_roles = _without_guesses(leaf_roles)
@@ -274,8 +316,8 @@ class Treatment:
                 self._reader,
                 leaf_roles,
                 sources,
-                rates,
-                counts,
+                optimizers.rates,
+                optimizers.counts,
                 with_weights=self._has_wide_weights or self._policy.law,
             )
         return proven(self._run, self._reader, leaf_roles, layout, sources)
@@ -336,10 +378,8 @@ class Treatment:
         specs = {path: source.spec for path, source in sources.items()}
         return HeldState.of(specs, tree, metrics, lambda path: [self._reader.live(sources[path])])
 
-    def _roles_and_rates(
-        self, state: HeldState
-    ) -> tuple[Roles, dict[str, Hyperparameters], dict[str, object]]:
-        """Return the roles of the leaves, the hyperparameters of each group, and all numbers."""
+    def _optimizers(self, step: int, state: HeldState) -> _Optimizers:
+        """Return what a state shows of its optimizers."""
         numbers = dict(scalars(state.tree)) | dict(state.numbers)
         leaf_roles = self._find_roles(state.specs, numbers)
         metric_rate = next((state.metrics[name] for name in _RATES if name in state.metrics), None)
@@ -348,7 +388,12 @@ class Treatment:
             group: values if values.lr is not None else replace(values, lr=metric_rate)
             for group, values in groups.items()
         }
-        return leaf_roles, rates, numbers
+        # Without a count, the step is the best estimate of the number of updates.
+        counts = {
+            parameter.name: _as_count(numbers.get(parameter.count or "", step))
+            for parameter in leaf_roles.parameters
+        }
+        return _Optimizers(leaf_roles, rates, numbers, counts)
 
     def _parameter_sources(
         self,
@@ -459,11 +504,7 @@ def _observation(step: int, signals: Signals, run_events: Sequence[Event]) -> Sa
 
 
 def _capture_of(
-    path: str,
-    decision: Decision,
-    weights: WeightCapture,
-    moments: MomentCapture,
-    law: LawCapture,
+    path: str, decision: Decision, weights: WeightCapture, moments: MomentCapture, law: LawCapture
 ) -> Callable[[], Any]:
     """Return the function that captures a leaf as decided."""
     match decision.how:
@@ -474,50 +515,6 @@ def _capture_of(
         case "group":
             return partial(law.capture, path, decision)
     return partial(moments.capture, path)
-
-
-def _counts(leaf_roles: Roles, numbers: Mapping[str, object], step: int) -> dict[str, int | None]:
-    """Return the step count of each parameter's optimizer, by the name of the parameter."""
-    # Without a count, the step is the best estimate of the number of updates.
-    return {
-        parameter.name: _as_count(numbers.get(parameter.count or "", step))
-        for parameter in leaf_roles.parameters
-    }
-
-
-def _count(
-    run: RunState, step: int, leaf_roles: Roles, numbers: Mapping[str, object], state: HeldState
-) -> tuple[Activity, tuple[Event, ...]]:
-    """Return the activity with the step counts of a save, and the events that it shows."""
-    counts, sizes = {}, {}
-    for parameter in leaf_roles.parameters:
-        count = numbers.get(parameter.count or "")
-        if isinstance(count, int | float) and math.isfinite(count):
-            counts[parameter.name] = int(count)
-            spec = state.specs.get(parameter.first or parameter.master or "")
-            sizes[parameter.name] = 0 if spec is None else math.prod(spec.shape)
-    activity, events = run.activity.advance(step, counts, sizes)
-    # The stored moments show a new optimizer that keeps no counts.
-    if run.zeroed and not events:
-        events = (Event(step, "optimizer"),)
-    return activity, events
-
-
-def _peaks(
-    peaks: Mapping[str, PeakRate],
-    leaf_roles: Roles,
-    rates: Mapping[str, Hyperparameters],
-    counts: Mapping[str, int | None],
-    events: Sequence[str],
-    is_resumed: bool,
-) -> dict[str, PeakRate]:
-    """Return the course of the learning rate of each parameter group, with this save."""
-    largest: dict[str, int] = {}
-    for parameter in leaf_roles.parameters:
-        group = parameter.group or ""
-        largest[group] = max(largest.get(group, 0), counts[parameter.name] or 0)
-    known = {group: rate for group in largest if (rate := rates[group].lr) is not None}
-    return peak_rates(peaks, known, largest, events, is_resumed=is_resumed)
 
 
 def _as_count(value: object) -> int | None:

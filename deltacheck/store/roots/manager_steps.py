@@ -40,32 +40,44 @@ def step_manifests(root: Path, item: str | None, known: Collection[Path] = ()) -
     doubtful: list[tuple[str, Path]] = []
     prefixes: set[str] = set()
     for prefix, entry in _named_steps(root):
-        folder = Path(entry.path)
-        if entry.is_symlink():
-            if not _leads_into(root, folder):
-                doubtful.append((prefix, folder / "zarr.json"))
-            continue
-        try:
-            items = list_directory(folder)
-        except Damaged:
-            doubtful.append((prefix, folder / "zarr.json"))
-            continue
-        for inner in items:
-            path = folder / inner.name / "zarr.json"
-            is_ours: bool | None = False
-            if item not in (None, inner.name):
-                pass
-            elif inner.is_symlink():
-                is_ours = False if _leads_into(root, path.parent) else _is_recorded(path)
-            elif inner.is_dir(follow_symlinks=False) and may_exist(path):
-                is_ours = path in known or _is_ours(path)
-            if is_ours:
-                manifests.append(path)
-                prefixes.add(prefix)
-            elif is_ours is None:
-                doubtful.append((prefix, path))
+        in_folder, unknown = _manifests_in(root, entry, item, known)
+        manifests += in_folder
+        doubtful += [(prefix, path) for path in unknown]
+        if in_folder:
+            prefixes.add(prefix)
     manifests += [path for prefix, path in doubtful if not prefixes or prefix in prefixes]
     return sorted(manifests)
+
+
+def _manifests_in(
+    root: Path, step: os.DirEntry[str], item: str | None, read_before: Collection[Path]
+) -> tuple[list[Path], list[Path]]:
+    """Return the manifests of ours in a folder, and the files that may be one.
+
+    Args:
+        root: The directory of the manager.
+        step: A folder or a link with the name of a step.
+        item: As in ``step_manifests``.
+        read_before: Files that have been read as manifests before.
+    """
+    folder = Path(step.path)
+    if step.is_symlink():
+        return [], [] if _leads_into(root, folder) else [folder / "zarr.json"]
+    try:
+        entries = list_directory(folder)
+    except Damaged:
+        return [], [folder / "zarr.json"]
+    are_ours: dict[Path, bool | None] = {}
+    for inner in entries:
+        path = folder / inner.name / "zarr.json"
+        if item not in (None, inner.name):
+            continue
+        if inner.is_symlink():
+            are_ours[path] = False if _leads_into(root, path.parent) else _is_recorded(path)
+        elif inner.is_dir(follow_symlinks=False) and may_exist(path):
+            are_ours[path] = path in read_before or _is_ours(path)
+    manifests = [path for path, is_ours in are_ours.items() if is_ours]
+    return manifests, [path for path, is_ours in are_ours.items() if is_ours is None]
 
 
 def other_manifests(root: Path, own: Collection[Path]) -> list[Path]:

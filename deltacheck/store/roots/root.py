@@ -137,15 +137,10 @@ class Root:
         matching = [ref for ref in checkpoints if step is None or ref.step == step]
         # A damaged manifest may be the step that is meant: any of them if none matches, a newer one
         # if the newest is asked for.
-        suspects = [
-            p
-            for p in damaged
-            if not matching or (step is None and _age(p) > _age(checkpoints[-1].manifest_path))
-        ]
-        if suspects:
-            error = damaged[max(suspects, key=_age)]
-            target = "the newest step" if step is None else f"step {step}"
-            raise type(error)(f"{target} of {self.path}: {error}. {way_out(whole_steps(self))}")
+        if not matching:
+            _refuse_damaged(self, damaged, step)
+        elif step is None:
+            _refuse_damaged(self, damaged, step, checkpoints[-1].manifest_path)
         if not matching:
             raise StepNotFound(
                 f"{self.path} has no step {'at all' if step is None else step}."
@@ -153,14 +148,7 @@ class Root:
             )
         match = max(matching, key=lambda ref: ref.seq)
         if self.is_manager_root and self._item is None:
-            items = sorted(
-                {ref.manifest_path.parent.name for ref in matching if ref.step == match.step}
-            )
-            if len(items) > 1:
-                raise StepNotFound(
-                    f"step {match.step} of {self.path} has the items {', '.join(items)}; say which:"
-                    " open(root, item=...) or --item"
-                )
+            _require_one_item(self, [ref for ref in matching if ref.step == match.step])
         return self.read(match.manifest_path)
 
     def _tagged(self, name: str) -> Manifest:
@@ -344,6 +332,27 @@ class Root:
         if self.is_manager_root:
             used_seqs += [ref.seq for ref in self.checkpoints()]
         return max(used_seqs, default=-1) + 1
+
+
+def _refuse_damaged(
+    root: Root, damaged: Errors, step: int | None, newer_than: Place | None = None
+) -> None:
+    """Raise the error of the newest damaged manifest, if one is newer than another manifest."""
+    suspects = [p for p in damaged if newer_than is None or _age(p) > _age(newer_than)]
+    if suspects:
+        error = damaged[max(suspects, key=_age)]
+        target = "the newest step" if step is None else f"step {step}"
+        raise type(error)(f"{target} of {root.path}: {error}. {way_out(whole_steps(root))}")
+
+
+def _require_one_item(root: Root, saves: Sequence[StepRef]) -> None:
+    """Raise ``StepNotFound`` if a step of a manager root has several items of ours."""
+    items = sorted({ref.manifest_path.parent.name for ref in saves})
+    if len(items) > 1:
+        raise StepNotFound(
+            f"step {saves[0].step} of {root.path} has the items {', '.join(items)}; say which:"
+            " open(root, item=...) or --item"
+        )
 
 
 def newest_brief(root: Root) -> Brief | None:

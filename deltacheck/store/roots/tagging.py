@@ -58,7 +58,7 @@ def put(root: Root, step: int | str | None, name: str, *, move: bool = False) ->
             existing = read_all(store)[0].get(name)
             if existing is None:
                 raise RootBusy(
-                    f"there is a tag {name!r} already, which cannot be read; untag it first"
+                    f"there is a tag {name!r} already, which cannot be read; delete it first"
                 )
             # The same tag again is no error, so a caller may repeat the call. It is synced again,
             # because a killed process may have left it.

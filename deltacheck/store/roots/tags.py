@@ -55,7 +55,7 @@ def readable(store: Place) -> dict[str, Tag]:
         name, error = min(damaged.items())
         raise type(error)(
             f"tag {name!r} cannot be read, so nothing is deleted: {error}. Remove it with:"
-            f" deltacheck untag ROOT {name}"
+            f" deltacheck tag ROOT --delete {name}"
         )
     return tags
 

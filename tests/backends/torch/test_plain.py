@@ -5,6 +5,7 @@ made of nothing else when they are read.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -12,6 +13,10 @@ import torch
 
 from deltacheck.backends.torch import plain
 from deltacheck.errors import UnsupportedLeaf
+
+
+class Colour(Enum):
+    RED = 1
 
 
 class Custom:
@@ -41,7 +46,7 @@ def test_known_objects_come_back_as_they_were() -> None:
 
 def test_an_unknown_object_is_refused_with_its_path_and_the_way_out() -> None:
     with pytest.raises(
-        UnsupportedLeaf, match=r"leaf 'file/a%2Fb/0' is of type .*Custom, .*register\(Custom\)"
+        UnsupportedLeaf, match=r"leaf 'file/a%2Fb/0' is of type .*Custom, .*globals\(\[Custom\]\)"
     ):
         plain.encoded({"a/b": [object.__new__(Custom)]}, ("file",))
 
@@ -57,14 +62,41 @@ def test_a_key_that_stands_for_an_object_is_refused() -> None:
         plain.encoded({"deltacheck.class": "Size"}, ("file",))
 
 
-def test_a_registered_class_is_kept_by_its_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "_classes", dict(plain._classes))
-    monkeypatch.setattr(plain, "_kinds", {})
+def test_a_named_class_is_kept_by_its_attributes_or_its_value() -> None:
     value = object.__new__(Custom)
     value.at = 7
-    kept = plain.encoded(value, ()) if plain.register(Custom) is Custom else None
-    assert plain.decoded(kept).at == 7
-    assert type(plain.decoded(kept)) is Custom
+    with torch.serialization.safe_globals([Custom, Colour]):
+        kept = plain.encoded([value, Colour.RED], ())
+        found, colour = plain.decoded(kept)
+    assert found.at == 7
+    assert type(found) is Custom
+    assert colour is Colour.RED
+    with pytest.raises(UnsupportedLeaf, match="not known here"):
+        plain.decoded(kept)
+
+
+def test_a_named_class_with_other_content_than_attributes_is_refused() -> None:
+    class Table(dict[str, int]):
+        pass
+
+    class Slots:
+        __slots__ = ("at",)
+
+    for value in (Table(a=1), Slots()):
+        kind = type(value)
+        with (
+            torch.serialization.safe_globals([kind]),
+            pytest.raises(UnsupportedLeaf, match="cannot be kept exactly"),
+        ):
+            plain.encoded(value, ("file",))
+
+
+def test_a_named_class_that_cannot_be_made_is_refused() -> None:
+    with (
+        torch.serialization.safe_globals([torch.nn.Parameter]),
+        pytest.raises(UnsupportedLeaf, match="cannot be made"),
+    ):
+        plain.decoded({"deltacheck.class": "torch.nn.parameter.Parameter", "deltacheck.is": {}})
 
 
 def test_a_class_that_is_not_listed_is_never_made_from_what_is_read() -> None:

@@ -14,15 +14,7 @@ import numpy as np
 from deltacheck.backends.orbax.capture.shard_chunks import chunks_of_shards
 from deltacheck.backends.orbax.state import leaves
 from deltacheck.codec import default_codec
-from deltacheck.codec.base import (
-    U8,
-    U64,
-    Codec,
-    Encoded,
-    EncodedGroup,
-    GroupJob,
-    GroupSpan,
-)
+from deltacheck.codec.base import U8, U64, Codec, Encoded, EncodedGroup, GroupJob, GroupSpan
 from deltacheck.leaf import grid
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ from deltacheck.backends.orbax.handler import DeltaSaveArgs
 from deltacheck.backends.orbax.manager import manager
 from deltacheck.backends.orbax.manager_root.tree_internals import stored_names, tree_checkpointer
 from deltacheck.backends.orbax.state.leaves import is_key, is_key_tag, key_of, own_rules
-from deltacheck.backends.orbax.state.sampling import item_of, steps
-from deltacheck.errors import Damaged, DeltacheckError, UnsupportedLeaf
+from deltacheck.errors import Damaged, DeltacheckError, StepNotFound, UnsupportedLeaf
 from deltacheck.leaf import tree
 from deltacheck.leaf.external_errors import translated
 from deltacheck.leaf.tree import Json, Node
@@ -38,7 +37,7 @@ from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.opening import open_root
 from deltacheck.store.roots.root import Root
 
-__all__ = ["ingest", "sources_of", "write_orbax"]
+__all__ = ["ingest", "sources_of", "state_of", "steps", "write_orbax"]
 
 # Orbax keeps integers of at most 64 bits.
 _EXACT_INTEGERS = range(-(2**63), 2**63)
@@ -76,6 +75,15 @@ def sources_of(folder: Path, step: int | None = None) -> list[tuple[int, Path]]:
     if step is None and not numbers:
         raise ValueError(f"{folder.name} has no number; say the step with --step")
     return [(int(numbers[-1]) if step is None else step, folder)]
+
+
+def steps(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
+    """Return the step and folder of each step of a plain ``CheckpointManager``, ascending."""
+    # Step folders may have a prefix, such as ``checkpoint_30``.
+    names = [
+        (path.name.rpartition("_")[2], path) for path in Path(folder).iterdir() if path.is_dir()
+    ]
+    return sorted((int(name), path) for name, path in names if name.isdecimal())
 
 
 def _is_tree(folder: Path) -> bool:
@@ -118,7 +126,7 @@ def ingest(
         if existing:
             raise ValueError(f"{root} has step {existing[0]} already; import into another root")
         for step, place in sources:
-            target.save(step, args=DeltaSaveArgs(_state_of(step, place, item)), force=True)
+            target.save(step, args=DeltaSaveArgs(state_of(step, place, item)), force=True)
             # The caller may delete the source of a step once it gets it, so the step is read back
             # first.
             target.wait_until_finished()
@@ -126,10 +134,44 @@ def ingest(
             yield place, step
 
 
-def _state_of(step: int, place: Path, item: str | None) -> Any:
+def state_of(step: int, place: Path, item: str | None) -> Any:
+    """Return the state of a step. Arrays are NumPy's, and typed PRNG keys JAX's.
+
+    Args:
+        step: The step.
+        place: Its folder.
+        item: The item of the step, needed only if there are several.
+
+    Raises:
+        StepNotFound: There is no such item.
+        Damaged: Orbax cannot read the step; the message names it.
+    """
     if _is_safetensors(place):
         return _read_safetensors(place)
-    return _read(place if _is_tree(place) else place / item_of(step, place, item))
+    return _read(place if _is_tree(place) else place / _item_of(step, place, item))
+
+
+def _item_of(step: int, place: Path, item: str | None) -> str:
+    """Return the item of a step: the named one, or the only one.
+
+    Raises:
+        StepNotFound: There is no such item, or there are several. The message names them.
+    """
+    items = sorted(
+        # Orbax writes this file for items that are trees, and deltacheck for its own.
+        path.name
+        for path in place.iterdir()
+        if path.is_dir() and (path / "_METADATA").exists() and not (path / "zarr.json").exists()
+    )
+    if item is None and len(items) != 1:
+        raise StepNotFound(
+            f"step {step} in {place.parent} has the items {items}; name one with --item"
+        )
+    if item is not None and item not in items:
+        raise StepNotFound(
+            f"step {step} in {place.parent} has no item {item!r} that is a tree; it has {items}"
+        )
+    return item or items[0]
 
 
 @contextlib.contextmanager

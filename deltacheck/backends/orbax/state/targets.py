@@ -203,26 +203,8 @@ def as_targeted(
         ),
         _REMEDY,
     )
-    for path, leaf in flat.leaves.items():
-        saved = places[path][1]
-        # The data of two implementations can have equal shapes, but their keys differ.
-        if saved != leaf.tag and leaves.is_key_tag(saved) and leaves.is_key_tag(leaf.tag):
-            raise TreeMismatch(
-                f"leaf {path!r} is a {saved} in step {manifest.step}, a {leaf.tag} in the target."
-                f" {_REMEDY}"
-            )
-    remedy, casts = _REMEDY, _casts(flat, places, manifest)
-    rounding = _rounding(casts, places, manifest)
-    if rounding and selection.cast and selection.exact:
-        path = min(rounding)
-        raise ContractNotMet(
-            f"leaf {path!r} is {manifest.spec(places[path][0]).dtype} in step {manifest.step}, and"
-            f" {casts[path]} of the target does not hold every value of it. Restore it without"
-            " contract='exact', or without a cast"
-        )
-    if rounding and not selection.cast:
-        remedy += _CAST
-        casts = {path: dtype for path, dtype in casts.items() if path not in rounding}
+    _require_same_keys(flat, places, manifest)
+    casts, remedy = _allowed_casts(flat, places, manifest, selection)
     requested = flat._replace(
         leaves={
             path: leaf._replace(dtype=manifest.spec(places[path][0]).dtype)
@@ -242,23 +224,66 @@ def as_targeted(
         if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
     }
     placements = {**saved_shardings(manifest, free - placements.keys()), **placements}
-    requests = {}
-    for path, target_leaf in flat.leaves.items():
-        tag, saved_tag = target_leaf.tag, places[path][1]
-        # ``jax.ShapeDtypeStruct(x.shape, x.dtype)`` says nothing about weak types.
-        if path not in casts and {tag, saved_tag} <= {None, leaves.WEAK_TAG}:
-            tag = saved_tag
-        # A scalar of NumPy stays one. JAX would round other 64-bit arrays.
-        if tag != NUMPY_SCALAR and not leaves.jax_has(target_leaf.dtype):
-            tag = NUMPY_ARRAY
-        requests[path] = ArrayRequest(
+    keeping = manifest.step if selection.exact or not selection.cast else None
+    return {
+        path: ArrayRequest(
             stored_path[path],
-            tag,
+            _tag_of(leaf, places[path][1], is_cast=path in casts),
             placements.get(path) or sharding_of(flat.arrays[path]),
             casts.get(path),
-            keeping=manifest.step if selection.exact or not selection.cast else None,
+            keeping,
         )
-    return requests
+        for path, leaf in flat.leaves.items()
+    }
+
+
+def _require_same_keys(
+    flat: tree.Flat, places: Mapping[str, tuple[str, str | None]], manifest: Manifest
+) -> None:
+    """Raise ``TreeMismatch`` if keys of a target are of another implementation than the saved."""
+    for path, leaf in flat.leaves.items():
+        saved = places[path][1]
+        # The data of two implementations can have equal shapes, but their keys differ.
+        if saved != leaf.tag and leaves.is_key_tag(saved) and leaves.is_key_tag(leaf.tag):
+            raise TreeMismatch(
+                f"leaf {path!r} is a {saved} in step {manifest.step}, a {leaf.tag} in the target."
+                f" {_REMEDY}"
+            )
+
+
+def _tag_of(target: tree.ArrayLeaf, saved: str | None, *, is_cast: bool) -> str | None:
+    """Return the tag of the array to make for a leaf of a target."""
+    tag = target.tag
+    # ``jax.ShapeDtypeStruct(x.shape, x.dtype)`` says nothing about weak types.
+    if not is_cast and {tag, saved} <= {None, leaves.WEAK_TAG}:
+        tag = saved
+    # A scalar of NumPy stays one. JAX would round other 64-bit arrays.
+    return tag if tag == NUMPY_SCALAR or leaves.jax_has(target.dtype) else NUMPY_ARRAY
+
+
+def _allowed_casts(
+    flat: tree.Flat,
+    places: Mapping[str, tuple[str, str | None]],
+    manifest: Manifest,
+    selection: TargetSelection,
+) -> tuple[dict[str, np.dtype[Any]], str]:
+    """Return the dtypes of arrays to cast, by path, and the remedy if others differ.
+
+    Raises:
+        ContractNotMet: A cast would change values, and the restore must be exact.
+    """
+    casts = _casts(flat, places, manifest)
+    rounding = _rounding(casts, places, manifest)
+    if not rounding or (selection.cast and not selection.exact):
+        return casts, _REMEDY
+    if not selection.cast:
+        return {p: dtype for p, dtype in casts.items() if p not in rounding}, _REMEDY + _CAST
+    path = min(rounding)
+    raise ContractNotMet(
+        f"leaf {path!r} is {manifest.spec(places[path][0]).dtype} in step {manifest.step}, and"
+        f" {casts[path]} of the target does not hold every value of it. Restore it without"
+        " contract='exact', or without a cast"
+    )
 
 
 def _casts(
@@ -310,27 +335,32 @@ def in_saved_form(
     if isinstance(leaf, type):  # as in Orbax: the leaf as it was saved, if it is of this type
         return _of_type(path, leaf, places, manifest)
     if isinstance(leaf, bool | int | float | complex) and path in places:
-        owner, tag = places[path]
-        element = manifest.spec(owner).element.numpy
-        if manifest.spec(owner).shape == () and not leaves.is_key_tag(tag):
-            if is_number_cast(leaf, element, selection):
-                return np.zeros((), element)[()]
-            return (
-                leaves.abstract((), element, tag)
-                if tag not in NUMPY_TAGS
-                # Indexing with ``()`` gives a scalar, and with ``...`` a 0-d array.
-                else np.zeros((), element)[() if tag == NUMPY_SCALAR else ...]
-            )
+        saved = _of_number(leaf, places[path], manifest, selection)
+        if saved is not None:
+            return saved
     if isinstance(leaf, jax.ShapeDtypeStruct) and path in places:
         return _key_of_data(leaf, places[path], manifest)
     if leaves.describe_target(leaf) is not None and leaf.shape == ():
         number = tree.scalars(manifest.tree).get(path)
-        if number is not None and (
-            _fits(number, leaf.dtype)
-            or (selection.cast and not selection.exact and type(number) in _NUMBERS)
-        ):
+        if number is not None and (_may_change(number, selection) or _fits(number, leaf.dtype)):
             return number
     return leaf
+
+
+def _of_number(
+    number: Any, place: tuple[str, str | None], manifest: Manifest, selection: TargetSelection
+) -> Any:
+    """Return a target for a saved 0-d array where a target has a Python number, else ``None``."""
+    owner, tag = place
+    element = manifest.spec(owner).element.numpy
+    if manifest.spec(owner).shape != () or leaves.is_key_tag(tag):
+        return None
+    if is_number_cast(number, element, selection):
+        return np.zeros((), element)[()]
+    if tag not in NUMPY_TAGS:
+        return leaves.abstract((), element, tag)
+    # Indexing with ``()`` gives a scalar, and with ``...`` a 0-d array.
+    return np.zeros((), element)[() if tag == NUMPY_SCALAR else ...]
 
 
 def array_as(leaf: Any, array: Any, selection: TargetSelection) -> Any:
@@ -424,21 +454,26 @@ def _fits(number: object, dtype: Any) -> bool:
     return array.item() == number or number != number
 
 
+def _may_change(number: object, selection: TargetSelection) -> bool:
+    """Return ``True`` if a saved number may be cast to a type that does not hold it."""
+    return selection.cast and not selection.exact and type(number) in _NUMBERS
+
+
 def number_as(path: str, leaf: Any, number: Any, selection: TargetSelection) -> Any:
     """Return a restored number in the form that the target has.
 
     Raises:
         TreeMismatch: A cast is not possible.
     """
-    if isinstance(leaf, type) and type(number) in _NUMBERS and leaf not in _NUMBERS:
+    if isinstance(leaf, type) and leaf not in _NUMBERS and type(number) in _NUMBERS:
         array = np.asarray(number)
         is_jax = issubclass(leaf, jax.Array) and leaves.jax_has(array.dtype.name)
         return leaves.on_devices({"": array}, {"": None})[""] if is_jax else array
     target_leaf = leaves.describe_target(leaf)
     try:
         if target_leaf is None:
-            is_cast = selection.cast and not selection.exact and type(number) in _NUMBERS
-            return type(leaf)(number) if is_cast and type(leaf) in _NUMBERS else number
+            is_cast = type(leaf) in _NUMBERS and _may_change(number, selection)
+            return type(leaf)(number) if is_cast else number
         # In two steps: NumPy refuses a Python integer that is too large for the dtype.
         array = np.asarray(number).astype(leaf.dtype)
     except (TypeError, ValueError, OverflowError) as error:

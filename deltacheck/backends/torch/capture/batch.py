@@ -225,10 +225,7 @@ def planned(
 
 
 def _others(
-    values: Mapping[str, object],
-    specs: Mapping[str, LeafSpec],
-    guarded: Guarded,
-    most_bytes: int,
+    values: Mapping[str, object], specs: Mapping[str, LeafSpec], guarded: Guarded, most_bytes: int
 ) -> dict[str, LeafSource] | None:
     """Return the sources of leaves that are looked at one by one.
 

@@ -22,13 +22,7 @@ from deltacheck.backends.torch.state.repeated import KnownFlat
 from deltacheck.codec import fingerprints, host_memory
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
-from deltacheck.save.job.source import (
-    LaterSources,
-    LeafSource,
-    Sources,
-    content_check,
-    itself,
-)
+from deltacheck.save.job.source import LaterSources, LeafSource, Sources, content_check, itself
 from deltacheck.save.job.spare_memory import while_claimed
 from deltacheck.save.save_options import Settings, cache_bytes_of
 

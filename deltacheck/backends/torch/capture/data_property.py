@@ -13,7 +13,7 @@ property when they are first seen (``cover``). Compiled code does not use it: To
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -61,20 +61,21 @@ def add(watcher: Watcher) -> None:
         _watchers = (*_watchers, watcher)
         if torch.nn.Module.load_state_dict is _LOAD_STATE_DICT:
             torch.nn.Module.load_state_dict = _load_state_dict  # type: ignore[assignment,method-assign]
-    cover(torch.nn.Parameter)
+    cover([torch.nn.Parameter])
 
 
-def cover(kind: type) -> None:
-    """Call the watchers for tensors of this class, too, until the last watcher is removed.
+def cover(kinds: Iterable[type]) -> None:
+    """Call the watchers for tensors of these classes, too, until the last watcher is removed.
 
     Args:
-        kind: The class of a parameter. A class with a ``data`` of its own, or of a covered class,
+        kinds: Classes of parameters. A class with a ``data`` of its own, or of a covered class,
             stays as it is, and so does ``torch.Tensor``, with whose members torch compares.
     """
     with _lock:
-        if _watchers and kind is not torch.Tensor and getattr(kind, "data", None) is _DATA:
-            kind.data = property(_get, _set)  # type: ignore[attr-defined]
-            _covered.add(kind)
+        for kind in kinds:
+            if _watchers and kind is not torch.Tensor and getattr(kind, "data", None) is _DATA:
+                kind.data = property(_get, _set)  # type: ignore[attr-defined]
+                _covered.add(kind)
 
 
 def remove(watcher: Watcher) -> None:

@@ -175,7 +175,8 @@ class Guard:
         values: list[Any] = []
         for optimizer in list(self._optimizers):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            _cover(parameters)
+            # Announces accesses to ``.data`` of classes such as DTensor, too.
+            data_property.cover(set(map(type, parameters)))
             values += parameters
             # The keys too: ZeRO-3 removes its parameters from the groups between the steps.
             keys = list(optimizer.state)
@@ -200,7 +201,7 @@ class Guard:
             for module in list(self._modules.values())
             for parameter in module.parameters()
         }
-        _cover(parameters.values())
+        data_property.cover(set(map(type, parameters.values())))
         frozen: dict[int, tuple[int, ...]] = {}
         candidates: dict[int, list[torch.Tensor]] = {}
         moving = set()
@@ -367,12 +368,6 @@ def _storage_addresses(tensors: list[torch.Tensor]) -> U64:
     addresses = np.empty(len(tensors), np.uint64)
     read_numbers(tensors, torch.Tensor.untyped_storage, addresses, torch.UntypedStorage.data_ptr)
     return addresses
-
-
-def _cover(parameters: Iterable[torch.Tensor]) -> None:
-    """Announce accesses to ``.data`` of parameters of these classes, such as DTensor."""
-    for kind in {type(parameter) for parameter in parameters}:
-        data_property.cover(kind)
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:

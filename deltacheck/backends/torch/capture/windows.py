@@ -150,10 +150,7 @@ def _own_copies(
 
 
 def _enqueue(
-    device: Accelerator,
-    jobs: Sequence[GroupJob],
-    spans: list[GroupSpan],
-    table: NDArray[np.void],
+    device: Accelerator, jobs: Sequence[GroupJob], spans: list[GroupSpan], table: NDArray[np.void]
 ) -> _EnqueuedCall:
     sizes = table["words"].astype(np.int64) * table["word_bytes"]
     chunks, total = table.size, int(sizes.sum())

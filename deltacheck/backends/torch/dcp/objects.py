@@ -6,7 +6,7 @@ import io
 import pickle
 
 from deltacheck.backends.torch.files import numpy_pickle
-from deltacheck.backends.torch.state.sampling import refusal
+from deltacheck.backends.torch.files.numpy_pickle import refusal
 from deltacheck.errors import Damaged, DeltacheckError, UnsupportedLeaf
 
 

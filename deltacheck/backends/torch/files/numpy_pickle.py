@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import math
 import pathlib
+import re
 from collections import OrderedDict
 from typing import Any
 
@@ -125,3 +126,15 @@ def _with_arrays(value: Any) -> Any:
     elif type(value) is tuple:
         return tuple(map(_with_arrays, value))
     return value
+
+
+def refusal(error: Exception) -> str:
+    """Return the reason why a file was not read, in one line, without torch's advice to run it."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    blocked = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)", text)
+    if blocked:
+        return f"it contains {blocked[1]}"
+    reason = re.search(r"WeightsUnpickler error:\s*([^\n]+)", text)
+    lines = [reason[1]] if reason else text.strip().split("\n")
+    own_words = (line for line in lines if line and "weights_only" not in line)
+    return next(own_words, "torch refuses it")

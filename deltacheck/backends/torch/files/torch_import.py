@@ -18,11 +18,13 @@ import numpy as np
 from deltacheck.backends.hugging_face.model_folder import description_files, model_folder
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.files import numpy_pickle
+from deltacheck.backends.torch.files.numpy_pickle import refusal
 from deltacheck.backends.torch.state import leaves
-from deltacheck.backends.torch.state.sampling import SUFFIXES, refusal
 from deltacheck.errors import Damaged
 
 SAFETENSORS = ".safetensors"
+# The suffixes that are in use for files of ``torch.save``.
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 # Names of transformers: architectures that compute logits, and their embeddings.
 _WITH_LOGITS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
@@ -76,6 +78,28 @@ def steps_of(
                 " root of its own"
             )
         by_step[number] = path
+    return sorted(by_step.items())
+
+
+def files(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
+    """Return the step and path of each file of a folder that ``torch.save`` may have written.
+
+    The step is the last number in the name. The result is in ascending order.
+
+    Raises:
+        ValueError: Two files have the same number.
+    """
+    by_step: dict[int, Path] = {}
+    for path in sorted(Path(folder).iterdir()):
+        numbers = re.findall(r"\d+", path.stem)
+        if path.suffix in SUFFIXES and numbers:
+            step = int(numbers[-1])
+            if step in by_step:
+                raise ValueError(
+                    f"{by_step[step].name} and {path.name} are both step {step}; leave one of them"
+                    " in a folder of its own"
+                )
+            by_step[step] = path
     return sorted(by_step.items())
 
 

@@ -6,7 +6,7 @@ refers to is collected. Its saves are then finished as if it had been closed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -25,12 +25,12 @@ from deltacheck.backends.torch.group.run_roots import MemoryFirst, OneRoot, RunR
 from deltacheck.backends.torch.state import leaves
 from deltacheck.backends.torch.state.repeated import Flattener
 from deltacheck.errors import StepNotFound
-from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.maintain import compaction
 from deltacheck.maintain.memory_tier import MemoryTier, Tier, most_bytes
 from deltacheck.save import exits
 from deltacheck.save.chains.chain_state import Numbers
+from deltacheck.save.job.source import Sources, specs_of_sources
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.save_options import SaveOptions, Settings
 from deltacheck.save.saver import Saver
@@ -90,7 +90,10 @@ class Session:
         group: RankGroup | None = None,
         memory: MemoryTier | None = None,
     ) -> None:
-        self._flatten = Flattener(tensor_codec.is_host)
+        # Returns the leaves and the skeleton of a state that is saved.
+        self.flatten: Callable[[object], Flat] = (
+            Flattener(tensor_codec.is_host) if group is None else group.flatten
+        )
         self.group = group
         with ExitStack() as on_failure:
             # Nobody could release what an engine has taken that was not made.
@@ -137,10 +140,6 @@ class Session:
 
     # --- saves ------------------------------------------------------------------------------------
 
-    def flatten(self, state: object) -> Flat:
-        """Return the leaves and the skeleton of a state."""
-        return self._flatten(state) if self.group is None else self.group.flatten(state)
-
     def tensors(self, state: object) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of a state with their paths; of sharded ones, this rank's parts."""
         if self.group is not None:
@@ -171,7 +170,7 @@ class Session:
         make = group.maker(commit, self.live.store.path)
         return BegunSave(tiles, partial(attempt.commit, make), attempt.agreed)
 
-    def make_room(self, step: int, specs: Iterable[LeafSpec]) -> bool:
+    def make_room(self, step: int, sources: Sources) -> bool:
         """Wait until there is space for one more save, or return ``False`` to skip it."""
         # Ranks agree on the space when a save begins.
         if self.group is not None or not isinstance(self.roots, MemoryFirst):
@@ -179,7 +178,7 @@ class Session:
         self.saver.check_usable()
         # A failed copy is raised before a new save begins, as a failed save is.
         self.roots.raise_unseen()
-        sizes = [spec.raw_bytes for spec in specs]
+        sizes = [spec.raw_bytes for spec in specs_of_sources(sources)]
         largest = most_bytes(sum(sizes), len(sizes))
         return self.roots.make_room(self.saver, step, largest, self.saver.chains.start_over)
 
@@ -291,9 +290,7 @@ class OpenSession:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        open_session: Callable[[Callable[[], None]], Session],
+        self, settings: Settings, open_session: Callable[[Callable[[], None]], Session]
     ) -> None:
         # Only an exact policy reads each leaf once and in order, so that leaves can be copied
         # ahead.

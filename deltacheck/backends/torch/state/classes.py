@@ -42,7 +42,7 @@ def expand(value: object) -> Level | None:
     if not is_tensor and not instances.is_supported(kind):
         return None
     name = instances.name_of(kind)
-    if _named(name) is not kind:
+    if named(name) is not kind:
         instead = _remedy(value)
         raise UnsupportedLeaf(
             f"it is of type {name}. Name the class to keep it, in the process that saves and in"
@@ -70,7 +70,7 @@ def build(path: str, node: Node, plain: object, attributes: Mapping[str, object]
             return torch.Size(cast("tuple[int, ...]", plain))
         if name == _DTYPE:
             return _dtype_of(cast("str", plain))
-        kind = _named(name)
+        kind = named(name)
         if kind is None:
             raise UnsupportedLeaf(
                 f"leaf {path!r} was saved as a {name}, a class that this process has not named:"
@@ -140,7 +140,7 @@ def _wrapper(kind: type, parts: Mapping[str, Any], attributes: Mapping[str, obje
     return wrapped
 
 
-def _named(name: str) -> type | None:
+def named(name: str) -> type | None:
     """Return the class of this name that the user, or a library, has named to torch."""
     for entry in get_safe_globals():
         # A class may be named together with the name that files have for it.

@@ -214,15 +214,12 @@ class _KnownStructure:
     ) -> None:
         self._outline = outline
         self._paths = list(flat_state.arrays)
-        numbers = {path: number for number, (path, _) in enumerate(outline.owners)}
-        tied = [number for number, (path, owner) in enumerate(outline.owners) if path != owner]
-        # Owners in the order of their paths, then the tied ones.
-        self._order = [*(numbers[path] for path in self._paths), *tied]
+        self._order = _order(outline, self._paths)
         self._leaves = {
             path: leaf._replace(identity=None) for path, leaf in flat_state.leaves.items()
         }
         self._specs = specs_of(flat_state)
-        values = [arrays[number] for number in self._order]
+        values = list(map(arrays.__getitem__, self._order))
         paths = [outline.owners[number][1] for number in self._order]
         self._in_order = itemgetter(*self._order) if len(self._order) > 1 else None
         self._tensors = [n for n, value in enumerate(values) if isinstance(value, torch.Tensor)]
@@ -231,9 +228,9 @@ class _KnownStructure:
             for n, value in enumerate(values)
             if not isinstance(value, torch.Tensor)
         }
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        self._forms = [_Forms(block) for block in _blocks(tensors)]
-        self._lines = [_lines_of(block) for block in _blocks(tensors)]
+        tensors = chosen(values, self._tensors)
+        blocks = _blocks(tensors)
+        self._forms, self._lines = list(map(_Forms, blocks)), list(map(_lines_of, blocks))
         tensor_paths = [self._paths[n] if n < len(self._paths) else None for n in self._tensors]
         self._plain = (
             _PlainTensors.of(tensors, tensor_paths, self._specs)
@@ -358,6 +355,13 @@ class _KnownStructure:
         kept_addresses = {address for k, address in enumerate(addresses) if k not in changed}
         new = {addresses[k] for k in changed}
         return len(new) == len(changed) and not new & kept_addresses
+
+
+def _order(outline: Outline, paths: Sequence[str]) -> list[int]:
+    """Return the numbers of the leaves of an outline: owners by path, then the tied ones."""
+    numbers = {path: number for number, (path, _) in enumerate(outline.owners)}
+    tied = [number for number, (path, owner) in enumerate(outline.owners) if path != owner]
+    return [*map(numbers.__getitem__, paths), *tied]
 
 
 def _array_form(value: object) -> tuple[int, Hashable]:

@@ -442,7 +442,7 @@ class _TrainCall:
             log.warning(
                 "nothing is trained: step %d of %s is the last of this training (max_steps %d). To"
                 " continue, raise max_steps or num_train_epochs; to start anew, use another"
-                " output_dir or resume_from_checkpoint=False",
+                " output_dir, or resume_from_checkpoint=False (not under deltacheck run)",
                 state.global_step,
                 self.engine.root,
                 state.max_steps,

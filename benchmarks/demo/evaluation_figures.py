@@ -1,4 +1,4 @@
-"""The figures of an evaluation's page, each with a table of the same numbers."""
+"""The figures of any evaluation, each with a table of the same numbers."""
 
 from __future__ import annotations
 

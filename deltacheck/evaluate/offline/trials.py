@@ -1,4 +1,4 @@
-"""Train on from what policies restore, and measure the lost progress.
+"""Train on from restored states, and measure the lost progress.
 
 The trial is that of ``profile.sensitivity``: from one checkpoint the same few steps are trained
 from the exact state, from the exact state on other data, and from each restored state.
@@ -7,18 +7,16 @@ from the exact state, from the exact state on other data, and from each restored
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from deltacheck.backends.profiler import backend_of
-from deltacheck.errors import StepNotFound
 from deltacheck.evaluate.comparison import snapshot
 from deltacheck.evaluate.comparison.contract import trained_weights
 from deltacheck.evaluate.comparison.snapshot import Snapshot
-from deltacheck.evaluate.offline.policy_replay import PolicyReplay
 from deltacheck.evaluate.workload import (
     Factory,
     NoWorkload,
@@ -118,47 +116,3 @@ def _constants(view: Snapshot) -> tuple[float | None, AdamRule | None]:
     pairs = {(group.beta1, group.beta2) for group in groups}
     beta1, beta2 = pairs.pop() if len(pairs) == 1 else (None, None)
     return rate, None if beta1 is None or beta2 is None else AdamRule(beta1, beta2)
-
-
-def quality(
-    replays: Sequence[PolicyReplay], exact: PolicyReplay, trials: Trials, like: Any
-) -> tuple[int, tuple[Verdict, ...]]:
-    """Try what each policy restores at the step at which most is weaker than exact.
-
-    Args:
-        replays: The checkpoints under each policy.
-        exact: The same checkpoints under an exact policy.
-        trials: The trial.
-        like: A state of the run, for its types.
-
-    Returns:
-        The step, and a verdict for each policy, in order.
-
-    Raises:
-        StepNotFound: No policy has a step that is not exact.
-        NoWorkload: As ``Trials.measure`` raises it.
-    """
-    step = hardest_step(replays)
-    backend = saving_module(backend_of(like))
-    candidates = {replay.policy: backend.load(replay.root, step, like) for replay in replays}
-    return step, trials.measure(backend.load(exact.root, step, like), candidates)
-
-
-def hardest_step(replays: Sequence[PolicyReplay]) -> int:
-    """Return the step at which reused leaves are oldest, else the newest that is not exact.
-
-    Raises:
-        StepNotFound: No policy has a step that is not exact.
-    """
-    ages: dict[int, int] = {}
-    for replay in replays:
-        for step in replay.steps:
-            if step.held:
-                age = max(contract.age_steps for contract in step.held)
-                ages[step.step] = ages.get(step.step, 0) + age
-    if not ages:
-        raise StepNotFound(
-            "every policy keeps every recorded step exactly, so there is no quality to measure;"
-            " record more steps"
-        )
-    return max(ages, key=lambda step: (ages[step], step))
