@@ -279,6 +279,16 @@ def test_what_nobody_guards_is_saved_as_it_was_when_save_was_called(
         assert_same(wanted, engine.restore(0))
 
 
+def kept_open(engine: Engine) -> threading.Event:
+    """Return an event without which no save of the engine ends.
+
+    A save that has ended holds nothing back, however early the next optimizer step comes.
+    """
+    go = threading.Event()
+    engine.on_commit(lambda report: go.wait(240))
+    return go
+
+
 def test_an_optimizer_step_is_held_back_on_the_device_until_the_state_is_read(
     tmp_path: Path, device: Device
 ) -> None:
@@ -286,12 +296,15 @@ def test_an_optimizer_step_is_held_back_on_the_device_until_the_state_is_read(
     layer, optimizer = trained(device)
     with Engine(tmp_path) as engine:
         engine.guard(optimizer)
+        go = kept_open(engine)
         for step in range(3):
             wanted = host(copy.deepcopy(layer.state_dict()))
+            go.clear()
             engine.save(step, {"model": layer.state_dict(), "optimizer": optimizer.state_dict()})
             held = device.held
             optimizer.step()
             assert device.held == held + 1
+            go.set()
             engine.wait()
             assert_same(wanted, engine.restore(step)["model"])
 
@@ -314,9 +327,11 @@ def test_training_does_not_wait_for_a_state_that_was_copied_on_the_device(
     slow_encoder.set()
     with Engine(tmp_path, policy=policy, options=SaveOptions(shadow=shadow)) as engine:
         engine.guard(optimizer)
+        go = kept_open(engine)
         for step in range(3):
             state = {"model": layer.state_dict(), "optimizer": optimizer.state_dict()["state"]}
             wanted = copy.deepcopy(state)
+            go.clear()
             if step:
                 slow_encoder.clear()
             handle = engine.save(step, state)
@@ -327,6 +342,7 @@ def test_training_does_not_wait_for_a_state_that_was_copied_on_the_device(
             # The device waited for the copy within ``save``, and need not for the transfers.
             assert device.held == (held if step else held + 1)
             assert handle.state == "started" or step == 0
+            go.set()
             slow_encoder.set()
             handle.result(240)
             restored = engine.restore(step)
