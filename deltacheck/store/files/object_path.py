@@ -502,8 +502,8 @@ def parse(text: str, scheme: str, rest: str, store: ObjectStore | None) -> Objec
         name in ("", ".", "..") or not name.isprintable() or "\\" in name for name in names
     ):
         raise ValueError(
-            f"{text!r} does not name a bucket and a prefix: s3://BUCKET/PREFIX, without empty"
-            " names, '.', '..' and backslashes"
+            f"{text!r} does not name a bucket of two letters or more and a prefix:"
+            f" {scheme}://BUCKET/PREFIX, without empty names, '.', '..' and backslashes"
         )
     return ObjectPath(scheme, bucket, "/".join(names), store or ObjectStore())
 
