@@ -17,16 +17,16 @@ from pathlib import Path
 
 import msgspec
 
-from deltacheck.errors import NotACheckpointRoot, StorageFailed
+from deltacheck.errors import NotACheckpointRoot
 from deltacheck.leaf.external_errors import walk
 from deltacheck.maintain.transfer import copy_file
 from deltacheck.restore.export import named_writes, new_folder
 from deltacheck.store import documents, layout
 from deltacheck.store.commit import commit
 from deltacheck.store.files import chunk_files, storage
-from deltacheck.store.files.background import wait_for
 from deltacheck.store.files.containment import inside, remove_tree
 from deltacheck.store.files.durability import Durability
+from deltacheck.store.files.object_path import ObjectPath
 from deltacheck.store.files.storage import Place, storage_of, take_lease
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.opening import create_store
@@ -207,14 +207,12 @@ def _copy_by_name(segment: Segment, target: Place, durability: Durability) -> in
                 folder = folder / part
             folder.mkdir(parents=True, exist_ok=True)
             write = storage_of(folder).start_document(name, content, durability)
-            writes += [] if write is None else [(write, folder / name, len(content))]
+            # A local file is written already.
+            writes += [] if write is None else [(folder / name, write, len(content))]
             copied += len(content)
-        for write, path, size in writes:
-            try:
-                wait_for(write, path, storage_of(path).patience(size))
-            # TensorStore's errors for every request that fails, whatever the reason.
-            except (ValueError, NotImplementedError) as error:
-                raise StorageFailed(f"{path} could not be written: {error}") from error
+        for path, write, size in writes:
+            assert isinstance(path, ObjectPath)
+            path.finish_write(write, size)
     durability.sync_tree(target)
     return copied
 

@@ -224,7 +224,7 @@ def test_a_branch_that_has_failed_in_a_bucket_can_be_repeated(
     origin, target = addresses
     refusal = Fault("501", "/branch/segments/", times=FOREVER, skip=3)
     reader = deltacheck.open(origin)
-    with s3.failing(refusal), pytest.raises(errors.StorageFailed):
+    with s3.failing(refusal), pytest.raises(errors.StorageFailed, match="refused a write"):
         reader.branch(2, target)
     assert deltacheck.open(target).steps() == []
     reader.branch(2, target)

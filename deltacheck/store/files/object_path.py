@@ -337,8 +337,12 @@ class ObjectPath:
         """Begin to write the object, over an existing one too; return the future."""
         return self._bucket.write(self.key, content)
 
+    def finish_write(self, started: Any, size: int) -> None:
+        """Wait for the write of ``size`` bytes that ``start_write`` has begun."""
+        self._await(started, "write", most_bytes=size)
+
     def write_bytes(self, content: bytes) -> int:
-        self._await(self.start_write(content), "write", most_bytes=len(content))
+        self.finish_write(self.start_write(content), len(content))
         return len(content)
 
     def unlink(self, missing_ok: bool = False) -> None:
