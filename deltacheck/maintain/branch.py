@@ -220,11 +220,8 @@ def _copy_by_name(segment: Segment, target: Place, durability: Durability) -> in
 def _files_of(segment: Segment) -> Iterator[tuple[Place, str, int]]:
     """Yield directory, name and most bytes of each file of a segment, its table last."""
     for path, spec in segment.array_specs().items():
-        cells = spec.cells
-        for at in itertools.product(
-            *(range(-(-size // cell)) for size, cell in zip(cells.shape, cells.cell, strict=True))
-        ):
-            yield path, chunk_files.name_of(at), cells.most_bytes
+        for name in spec.file_names():
+            yield path, name, spec.cells.most_bytes
     for path in (*segment.array_specs(), *segment.group_paths(), segment.path):
         yield path, "zarr.json", documents.MAX_DOCUMENT_BYTES
 

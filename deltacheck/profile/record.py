@@ -14,6 +14,8 @@ from deltacheck.errors import Damaged, UnsupportedFormat
 from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.structs import inspect_types
 from deltacheck.policy.events import Event
+from deltacheck.store.files.object_path import ObjectPath
+from deltacheck.store.files.storage import size_of
 
 FORMAT, VERSION = "deltacheck.profile", 1
 MAX_DOCUMENT_BYTES = 256 << 20
@@ -179,7 +181,7 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     @typed
-    def read(cls, path: str | os.PathLike[str]) -> Profile:
+    def read(cls, path: str | os.PathLike[str] | ObjectPath) -> Profile:
         """Read a profile.
 
         Args:
@@ -194,12 +196,13 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
                 and the field.
             UnsupportedFormat: If the file has another version of the format.
         """
+        file = path if isinstance(path, ObjectPath) else Path(path)
         # The limit keeps a damaged or hostile file from exhausting the memory.
-        if os.path.getsize(path) > MAX_DOCUMENT_BYTES:
+        if size_of(file) > MAX_DOCUMENT_BYTES:
             raise Damaged(
                 f"{path} is larger than the {MAX_DOCUMENT_BYTES} bytes that a profile may have"
             )
-        content = Path(path).read_bytes()
+        content = file.read_bytes()
         try:
             header = msgspec.json.decode(content, type=_Header)
             if header.format != FORMAT:

@@ -72,7 +72,9 @@ class CauseCounter:
                 sizes[cause] += costs[segment.id].by_leaf.get(name, 0.0)
         rounded = {cause: round(size) for cause, size in sizes.items()}
         rest = step.manifest.stored_bytes + step.manifest_bytes - sum(rounded.values())
-        return rounded | {MERGED: manifest.merged_bytes, REST: rest}
+        # In an object store, the recorded bytes may be too few: the process counts those of all its
+        # writers together.
+        return rounded | {MERGED: manifest.merged_bytes, REST: max(0, rest)}
 
 
 def summary(causes: Mapping[str, int]) -> str:

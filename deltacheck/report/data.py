@@ -19,7 +19,8 @@ from deltacheck.report.groups import classes, groups
 from deltacheck.report.history import ReportedLeaf, Step
 from deltacheck.report.segment_cost import Cost, cost_of
 from deltacheck.store import layout
-from deltacheck.store.files import storage as place
+from deltacheck.store.files import storage
+from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.opening import open_root
 from deltacheck.store.segment import Segment
@@ -178,7 +179,7 @@ def collect(
     Damaged steps are included, with their problem.
 
     Args:
-        path: Path of a root. Object stores are not supported, because they do not list file sizes.
+        path: A root. In an object store, the sizes of files take a request for each.
         item: Item of the steps of a ``CheckpointManager``.
         profile: Profile of the run. Default: ``profile.json`` of the root, if it exists.
 
@@ -190,13 +191,12 @@ def collect(
         OSError: If the profile cannot be read.
         Damaged: If the root or the profile is damaged.
         UnsupportedFormat: If the profile has an unknown version.
+        StorageFailed: If an object store does not answer, or refuses.
     """
-    # The listing of an object store has no sizes of files.
-    root_path = place.local(path, "what reads the sizes of files (report, plan)")
-    root = open_root(root_path, item)
+    root = open_root(path, item)
     # A profile that was named must exist. The default one is optional, and a missing file is no
     # error.
-    profile_path = Path(profile) if profile is not None else root_path / PROFILE
+    profile_path: Place = Path(profile) if profile is not None else storage.of(path) / PROFILE
     known_profile = (
         Profile.read(profile_path) if profile is not None or profile_path.is_file() else None
     )

@@ -322,6 +322,7 @@ class Segment:
                 file=self.path / "zarr.json",
             )
         self.table = documents.bound_table(content, str(self.path / "zarr.json"))
+        self.table_bytes = len(content)
         # Section 2 of the format requires this, although the digest has bound the content already.
         if self.table.id != ref.id:
             raise Damaged(

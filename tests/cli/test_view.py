@@ -451,13 +451,15 @@ def test_new_steps_appear_while_the_server_runs(tmp_path: Path) -> None:
             assert client.json("values", step="latest", leaf="w", box="0")["values"] == ["1.0"]
 
 
-def test_an_object_store_is_shown_without_the_sizes_that_it_does_not_list(s3: S3) -> None:
+def test_an_object_store_is_shown_as_a_folder_is(s3: S3) -> None:
     address = "s3://bucket/view/run"
     with Engine(address) as engine:
         engine.save(3, {"w": np.arange(5.0)}).wait()
     with serving(address) as client:
         assert [row["step"] for row in client.json("steps")["steps"]] == [3]
-        assert client.json("log")["steps"][0]["causes"] is None
+        (row,) = client.json("log")["steps"]
+        assert row["causes"]["keyframe"] > 0
+        assert sum(row["causes"].values()) == row["written_bytes"]
         assert client.json("values", step=3, leaf="w", box="4")["values"] == ["4.0"]
 
 

@@ -12,6 +12,7 @@ address in an object store. To test a store:
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from deltacheck.errors import ChainBroken, Damaged, RootBusy
 from deltacheck.store import layout
 from deltacheck.store.files import arrays, containment, storage
 from deltacheck.store.files.arrays import ArraySpec, StreamWriter
+from deltacheck.store.files.chunk_files import ArrayFile
 from deltacheck.store.files.storage import Place, take_lease
 from deltacheck.store.lock.lease import Lease
 from deltacheck.store.roots.opening import create_store
@@ -191,6 +193,26 @@ class PlaceContract:
         writer.write(folder / "stream", spec, pieces).result(timeout=240)
         writer.close()
         assert np.array_equal(ReadableArray(folder / "stream", spec).read(), np.concatenate(pieces))
+
+    @pytest.mark.parametrize("chunks", [1, 3])
+    def test_a_file_of_an_array_of_which_nothing_is_wanted_has_its_size_and_index(
+        self, folder: Place, chunks: int
+    ) -> None:
+        values = np.random.default_rng(0).integers(0, 255, chunks << 20, np.uint8)
+        spec = ArraySpec.flat(values.size, "uint8", "store", {})
+        context = arrays.context(parent=storage.context(folder))
+        arrays.write(folder / "array", spec, values, context).result(timeout=240)
+        content = (folder / "array" / "c.0").read_bytes()
+        file = ArrayFile(folder / "array", "c.0", 0, 0, spec.cells)
+        (descriptor,) = storage.storage_of(folder).open_array_files([file])
+        try:
+            assert os.fstat(descriptor).st_size == len(content)
+            index_bytes = spec.cells.index_bytes
+            assert (index_bytes > 0) == (chunks > 1)
+            index = os.pread(descriptor, index_bytes, len(content) - index_bytes)
+            assert index == content[len(content) - index_bytes :]
+        finally:
+            os.close(descriptor)
 
     def test_missing_data_is_an_error_and_not_zeros(self, folder: Place) -> None:
         values = np.arange(100, dtype=np.uint8)

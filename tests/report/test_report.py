@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import math
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.s3_server import S3
 from tests.support.states import nudge, training_state
 
 pytest.importorskip("matplotlib")
@@ -36,10 +38,12 @@ from deltacheck.policy.causes import CAUSES, MERGED, REST
 from deltacheck.profile.record import FORMAT, VERSION, Curve, Event, LeafProfile, Profile
 from deltacheck.report import drawing, figures, page
 from deltacheck.report.conclusion import conclusion
-from deltacheck.report.data import HeldLeaves, Record, StepRecord, _held, collect
+from deltacheck.report.data import PROFILE, HeldLeaves, Record, StepRecord, _held, collect
 from deltacheck.report.groups import classes, groups
 from deltacheck.report.segment_cost import cost_of
 from deltacheck.store import documents
+from deltacheck.store.files import object_client, storage
+from deltacheck.store.files.object_path import ObjectPath
 from deltacheck.store.roots.opening import open_root
 
 NAMES = ("bytes", "changes", "drift", "contracts", "restore")
@@ -227,6 +231,48 @@ def test_no_array_of_values_is_read(root: Path, tmp_path: Path) -> None:
             file.write_bytes(b"\0" * file.stat().st_size)
     found = collect(copy)
     assert found.steps == expected.steps
+
+
+@pytest.mark.usefixtures("azure_in_memory")
+@pytest.mark.parametrize("scheme", ["s3", "az"])
+def test_a_copy_in_an_object_store_has_the_record_of_the_folder(
+    root: Path, tmp_path: Path, s3: S3, scheme: str
+) -> None:
+    address = f"{scheme}://bucket/{secrets.token_hex(4)}/run"
+    with deltacheck.Mirror(root, address) as mirror:
+        mirror.poll()
+    profile().write(tmp_path / PROFILE)
+    (storage.of(address) / PROFILE).write_bytes((tmp_path / PROFILE).read_bytes())
+    expected = dataclasses.asdict(collect(root, profile=tmp_path / PROFILE))
+    assert dataclasses.asdict(collect(address)) == {**expected, "root": address}
+
+
+def test_of_a_shard_in_an_object_store_its_index_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"memory://bucket/{secrets.token_hex(4)}"
+    with Engine(address) as engine:
+        engine.save(0, {"w": torch.randint(0, 256, (3 << 20,), dtype=torch.uint8)}).wait()
+    segment = open_root(address).store.segment(open_root(address).manifest().segments[0])
+    sizes, finish_read = list[int](), ObjectPath.finish_read
+
+    def counted(path: ObjectPath, *words: Any) -> tuple[bytes | None, bytes]:
+        content, generation = finish_read(path, *words)
+        sizes.append(len(content or b""))
+        return content, generation
+
+    monkeypatch.setattr(ObjectPath, "finish_read", counted)
+    assert cost_of(segment).by_leaf["w"] > 3 << 20
+    assert sizes == [3 * 16 + 4]  # 16 bytes for each chunk, and a checksum
+
+
+def test_no_cause_has_less_than_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another writer of the process has counted what this one wrote to the object store."""
+    monkeypatch.setattr(type(object_client.written), "take", lambda self: 0)
+    address = f"memory://bucket/{secrets.token_hex(4)}"
+    with Engine(address) as engine:
+        engine.save(0, {"w": torch.randn(100_000)}).wait()
+    (step,) = collect(address).steps
+    assert step.recorded_bytes < 100_000 < step.causes["keyframe"]
+    assert min(step.causes.values()) == 0
 
 
 def test_a_damaged_step_is_named_and_the_others_are_shown(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -23,7 +22,6 @@ from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
     from deltacheck.leaf.contracts import Promise
-    from deltacheck.report.cause_sizes import CauseCounter
     from deltacheck.report.history import ReportedLeaf, StepSums
     from deltacheck.store.files.storage import Place
     from deltacheck.store.manifest import Brief, Manifest, Tag, Tiles
@@ -147,6 +145,8 @@ def logged_steps(root: Root, levels: int | None = None) -> tuple[list[Row], list
     """
     from deltacheck.errors import DeltacheckError
     from deltacheck.report import history
+    from deltacheck.report.cause_sizes import CauseCounter
+    from deltacheck.report.segment_cost import cost_of
 
     rows: list[Row] = []
     problems: list[str] = []
@@ -154,7 +154,7 @@ def logged_steps(root: Root, levels: int | None = None) -> tuple[list[Row], list
     # Differences are of neighbours in the order of the saves. They are negative if a resumed run
     # has a clock that is behind.
     previous_time: float | None = None
-    counter = _cause_counter(root)
+    counter = CauseCounter(cost_of)
     for step in history.steps(root, history.committed(root, problems)):
         time = step.manifest.time
         row: Row = {
@@ -172,7 +172,7 @@ def logged_steps(root: Root, levels: int | None = None) -> tuple[list[Row], list
         try:
             change = None if step.states is None else history.summed(step.states.values())
             row |= _change_row(change)
-            row["causes"] = None if counter is None else counter.count(step)
+            row["causes"] = counter.count(step)
             if levels is not None:
                 row["classes"] = _class_rows(history.by_class(step.states or {}, levels))
         except DeltacheckError as error:
@@ -195,14 +195,6 @@ def _mean_of(rows: list[Row]) -> str:
         f"mean of {saves} saves, keyframes and merges included:"
         f" {output.size(written_bytes // saves)}{share}"
     )
-
-
-def _cause_counter(root: Root) -> CauseCounter | None:
-    """Return a counter of bytes by cause; ``None`` for an object store, which lists no sizes."""
-    from deltacheck.report.cause_sizes import CauseCounter
-    from deltacheck.report.segment_cost import cost_of
-
-    return CauseCounter(cost_of) if isinstance(root.path, Path) else None
 
 
 def _summary(causes: dict[str, int]) -> str:

@@ -7,11 +7,12 @@ leaves and tables, the native module streams, and the native module reads all of
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -102,6 +103,12 @@ class ArraySpec:
         """Number of data files of a 1-D array."""
         return -(-self.shape[0] // (self.shard or self.chunk)[0])
 
+    def file_names(self) -> Iterator[str]:
+        """Yield the names of the data files."""
+        cells = self.cells
+        grid_shape = grid.grid_shape(cells.shape, cells.cell)
+        return map(chunk_files.name_of, itertools.product(*map(range, grid_shape)))
+
     @property
     def cells(self) -> Cells:
         """The cut of the array into files."""
@@ -111,6 +118,10 @@ class ArraySpec:
             self.shard,
             np.dtype(self.dtype).itemsize,
         )
+
+    def document(self) -> bytes:
+        """Return the content of the ``zarr.json`` of the array."""
+        return json.dumps(self.metadata(), separators=(",", ":")).encode()
 
     def metadata(self) -> dict[str, Any]:
         """Return the ``zarr.json`` of the array."""
@@ -217,7 +228,7 @@ def write(path: Place, spec: ArraySpec, values: NDArray[Any], context: ts.Contex
         "store_data_equal_to_fill_value": True,
     }
     target = ts.open(array, open=True, assume_metadata=True, context=context).result()
-    writes = [storage.start_write_new("zarr.json", _metadata_content(spec), context)]
+    writes = [storage.start_write_new("zarr.json", spec.document(), context)]
     # An array without elements has no chunk files, only its metadata.
     if math.prod(spec.shape):
         # TensorStore reads ``values`` in place instead of copying them first. ``commit`` is done
@@ -312,7 +323,7 @@ class StreamWriter:
                 name = chunk_files.name_of([number])
                 uploads.append(storage.start_array_file(name, make, self._durability))
             if number == 0:
-                content = _metadata_content(spec)
+                content = spec.document()
                 uploads.append(storage.start_document("zarr.json", content, self._durability))
             writes.extend(upload for upload in uploads if upload is not None)
 
@@ -345,10 +356,6 @@ class _Writes:
 
     def done(self) -> bool:
         return all(write.done() for write in self._writes)
-
-
-def _metadata_content(spec: ArraySpec) -> bytes:
-    return json.dumps(spec.metadata(), separators=(",", ":")).encode()
 
 
 class Reading:

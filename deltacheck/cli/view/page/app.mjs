@@ -92,10 +92,6 @@ async function viewSteps() {
 
 function causesOf(log) {
   const known = log.steps.filter((row) => row.causes);
-  if (log.steps.length > 0 && known.length === 0) {
-    const plain = log.steps.map((row) => ({ label: row.step, title: `step ${row.step}: ${size(row.written_bytes)}`, parts: { stored: row.written_bytes } }));
-    return [element("p", {}, "The causes are not known for an object store, so the bytes of each save are not divided."), bars(plain, "Bytes of each save")];
-  }
   const used = Object.keys(CAUSES).filter((cause) => known.some((row) => row.causes[cause] > 0));
   const data = known.map((row) => ({
     label: row.step,
