@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,6 +25,7 @@ from deltacheck.cli.output import Column, Row
 if TYPE_CHECKING:
     from deltacheck.maintain.repair import Repaired
     from deltacheck.maintain.verify import Finding, Verified
+    from deltacheck.store.files.storage import Place
     from deltacheck.store.manifest import Manifest
     from deltacheck.store.roots.root import Root
 
@@ -169,10 +169,8 @@ def _print_remedy(root: Root, result: Verified) -> None:
     intact = [manifest.step for manifest in result.manifests if manifest.step not in damaged]
     if intact:
         output.print_line(f"steps without a finding: {listed(intact)}")
-    # A repair needs a root on this machine.
-    if isinstance(root.path, Path):
-        command = f"deltacheck repair {shlex.quote(str(root.path))} --lossy"
-        output.print_line(f"next: {command} --dry-run names the steps that it would set aside")
+    command = f"deltacheck repair {shlex.quote(str(root.path))} --lossy"
+    output.print_line(f"next: {command} --dry-run names the steps that it would set aside")
 
 
 def _step_to_check(root: Root, steps: tuple[int | str | None, ...]) -> int | str | None:
@@ -276,7 +274,7 @@ def repair(
     from deltacheck.store.roots.opening import open_root
 
     # The path is used before any root is opened: the root's own document may be what is damaged.
-    path = storage.local(parse(words).root, "a repair")
+    path = storage.of(parse(words).root)
     result = repairing.Repaired()
     with ExitStack() as resources:
         # A dry run takes no lease, so it also works beside a training.
@@ -306,7 +304,7 @@ def repair(
         raise typer.Exit(output.FOUND_DAMAGE)
 
 
-def _opens(path: Path) -> bool:
+def _opens(path: Place) -> bool:
     from deltacheck.errors import Damaged
     from deltacheck.store.roots.opening import open_root
 

@@ -1,7 +1,7 @@
 """Write again what follows from the rest of a root, and name what is lost.
 
 Metadata follows from the tables. Committed content is never changed. Documents that are replaced or
-set aside are kept in ``<root>.damaged``.
+set aside are kept in ``<root>.damaged``, beside the root.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from deltacheck.maintain.survey import Survey, survey
 from deltacheck.restore import read
 from deltacheck.restore.chain import resolve_chains
 from deltacheck.store import layout
-from deltacheck.store.files import arrays, storage
+from deltacheck.store.files import arrays
 from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import sync_directory
-from deltacheck.store.files.storage import Place
+from deltacheck.store.files.storage import Place, storage_of
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.manager_steps import MANAGER_STORE
 from deltacheck.store.roots.opening import open_root
@@ -60,7 +60,7 @@ class Repaired:
     backup: str | None = None
 
 
-def repair_root_document(path: Path, result: Repaired, *, dry_run: bool = False) -> None:
+def repair_root_document(path: Place, result: Repaired, *, dry_run: bool = False) -> None:
     """Write the ``zarr.json`` of a root that has lost its own.
 
     Args:
@@ -112,13 +112,14 @@ def repair(
         What was written, and what is lost.
 
     Raises:
-        StorageFailed: If the root is in an object store; copy it to a disk first.
+        StorageFailed: If an object store does not answer, or refuses.
+        RootBusy: If the lease of a root in an object store was lost before a step was set aside.
     """
     result = result or Repaired()
     # The caller may have read manifests before the root's document was repaired, and a root keeps
     # them.
     root = root.afresh()
-    backup = _Backup(storage.local(root.path, "a repair"), result)
+    backup = _Backup(root.path, result)
     manifests, unreadable = root.manifests()
     for path, error in sorted(unreadable.items()):
         result.lost.append(Lost(None, None, f"{error}: nothing else describes the step"))
@@ -144,7 +145,9 @@ def _set_aside(
 ) -> None:
     result.removed.append(str(manifest_path))
     if not dry_run:
-        backup.set_aside(_step_folder(root, manifest_path))
+        # In an object store, the manifest is all that a step has of its own.
+        is_local = isinstance(manifest_path, Path)
+        backup.set_aside(_step_folder(root, manifest_path) if is_local else manifest_path)
 
 
 def _is_spoilt(error: Damaged | UnsupportedFormat) -> bool:
@@ -177,36 +180,45 @@ class _Backup:
     They keep their names, with a number if the name exists already.
     """
 
-    def __init__(self, root: Path, result: Repaired) -> None:
+    def __init__(self, root: Place, result: Repaired) -> None:
         self._root = root
         self._result = result
 
     def copy(self, document: Place) -> None:
         """Copy a file that will be replaced."""
-        path = Path(str(document))
-        inside(self._root, path.parent)
+        inside(self._root, document.parent)
+        if not document.is_file():
+            return
+        if not isinstance(document, Path):
+            self._free_path(document).write_bytes(document.read_bytes())
         # A link is not followed and not copied: it could lead out of the root.
-        if path.is_file() and not path.is_symlink():
-            shutil.copy2(path, self._free_path(path))
+        elif not document.is_symlink():
+            shutil.copy2(document, str(self._free_path(document)))
 
     def set_aside(self, entry: Place) -> None:
-        """Move a file or directory away."""
-        path = Path(str(entry))
-        inside(self._root, path.parent)
-        shutil.move(path, self._free_path(path))
-        sync_directory(path.parent)
+        """Move a directory away, or an object."""
+        if isinstance(entry, Path):
+            inside(self._root, entry.parent)
+            shutil.move(entry, str(self._free_path(entry)))
+        else:
+            # There are no renames. A repair that is killed after the copy has changed nothing.
+            self.copy(entry)
+            storage_of(self._root).lease_seconds_left()
+            entry.unlink()
+        sync_directory(entry.parent)
 
-    def _free_path(self, path: Path) -> Path:
+    def _free_path(self, path: Place) -> Place:
         # The directory is beside the root, because plain zarr would warn of unknown files inside.
-        folder = self._root.with_name(f"{self._root.name}.damaged")
+        root = self._root.absolute()
+        folder = root.parent / f"{root.name}.damaged"
         self._result.backup = str(folder)
-        target = folder / path.relative_to(self._root)
+        target = folder / str(path.absolute()).removeprefix(f"{root}/")
         inside(folder.parent, target.parent)
         target.parent.mkdir(parents=True, exist_ok=True)
         free, number = target, 0
         while free.exists():
             number += 1
-            free = target.with_name(f"{target.name}.{number}")
+            free = target.parent / f"{target.name}.{number}"
         return free
 
 

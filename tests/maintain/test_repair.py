@@ -5,6 +5,8 @@ unless that is asked for.
 from __future__ import annotations
 
 import json
+import re
+import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +21,13 @@ from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.maintain.repair import repair
-from deltacheck.store import collect
+from deltacheck.store import collect, layout
+from deltacheck.store.files import arrays, storage
+from deltacheck.store.files.object_path import ObjectPath
+from deltacheck.store.files.storage import take_lease
+from deltacheck.store.lock.object_lease import ObjectLease
 from deltacheck.store.roots.opening import open_root
+from tests.support.s3_server import FOREVER, S3, Fault
 from tests.support.states import assert_same
 
 Run = tuple[Path, dict[int, Any]]
@@ -187,6 +194,158 @@ def test_the_command_says_what_is_lost_and_is_refused_beside_a_training(
     assert main(["repair", str(root), "--lossy"]) == 0
     assert "its step set aside" in capsys.readouterr().out
     assert main(["verify", str(root), "--deep"]) == 0
+
+
+def test_a_root_that_is_the_present_directory_has_its_backup_beside_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, _ = run
+    manifest = Path("checkpoints", "c0000000004", "zarr.json")
+    (root / manifest).write_bytes(b"{")
+    monkeypatch.chdir(root)
+    assert main(["repair", "--lossy"]) == 0
+    assert deltacheck.open(root).steps() == [0, 1, 2, 3, 5]
+    assert (root.with_name("run.damaged") / manifest).read_bytes() == b"{"
+
+
+# --- in an object store ---------------------------------------------------------------------------
+
+
+def copied(run: Run, scheme: str = "s3") -> ObjectPath:
+    """Copy a run to a bucket."""
+    address = f"{scheme}://bucket/{secrets.token_hex(4)}/run"
+    with deltacheck.Mirror(run[0], address) as mirror:
+        mirror.poll()
+    path = storage.of(address)
+    assert isinstance(path, ObjectPath)
+    return path
+
+
+def objects(path: ObjectPath) -> dict[str, bytes]:
+    """Return the content of all objects below a path, but for the lease."""
+    names = [key.removeprefix(f"{path.key}/") for key in path.keys()]  # noqa: SIM118 - a path
+    return {name: (path / name).read_bytes() for name in names if not name.startswith("control")}
+
+
+def backup_of(path: ObjectPath) -> ObjectPath:
+    return path.parent / f"{path.name}.damaged"
+
+
+def manifest_of(path: ObjectPath, seq: int) -> ObjectPath:
+    return path / "checkpoints" / f"c{seq:010d}" / "zarr.json"
+
+
+def spoil_object(path: ObjectPath, pattern: str) -> str:
+    """Change the first object whose name matches; return its name."""
+    name, content = next(item for item in objects(path).items() if re.search(pattern, item[0]))
+    (path / name).write_bytes(bytes(byte ^ 0xFF for byte in content))
+    return name
+
+
+@pytest.mark.usefixtures("azure_in_memory")
+@pytest.mark.parametrize("scheme", ["s3", "az"])
+def test_lost_steps_of_an_object_store_are_set_aside(
+    run: Run, s3: S3, scheme: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, saved = copied(run, scheme), run[1]
+    manifest_of(path, 4).write_bytes(b"{")
+    data = spoil_object(path, r"segments/s0000000001.*/delta.*/c\.")
+    before = objects(path)
+    assert main(["verify", str(path)]) == 1
+    assert f"next: deltacheck repair {path} --lossy" in capsys.readouterr().out
+    for options, code in (([], 1), (["--dry-run", "--lossy"], 0)):
+        assert main(["repair", str(path), *options]) == code
+        assert objects(path) == before
+    capsys.readouterr()
+    assert main(["repair", str(path), "--lossy", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {loss["step"] for loss in told["lost"]} == {None, 1, 2}
+    assert told["removed"] == [str(manifest_of(path, seq)) for seq in (4, 1, 2)]
+    assert told["backup"] == str(backup_of(path))
+    # What was set aside is in the backup as it was, and nothing else has changed.
+    backup = objects(backup_of(path))
+    assert backup.keys() == {f"checkpoints/c{seq:010d}/zarr.json" for seq in (1, 2, 4)}
+    assert objects(path) | backup == before
+    assert data in objects(path)
+    assert deltacheck.open(str(path)).steps() == [0, 3, 5]
+    for step in (0, 3, 5):
+        with Engine(str(path)) as engine:
+            assert_same(engine.restore(step), saved[step])
+    with Engine(str(path)) as engine:
+        engine.restore()
+        engine.save(6, saved[4]).result(240)
+    for _ in range(2):
+        collect.collect(open_root(str(path)), grace_seconds=0)
+    assert deltacheck.open(str(path)).verify(deep=True) == []
+
+
+def test_documents_of_an_object_store_are_written_again(
+    run: Run, s3: S3, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = copied(run)
+    before = objects(path)
+    damaged = [spoil_object(path, pattern) for pattern in (r"leaves/wide/zarr", r"^segments/zarr")]
+    replaced = {name: (path / name).read_bytes() for name in damaged}
+    (path / "zarr.json").unlink()
+    assert main(["ls", str(path)]) == 4
+    assert f"deltacheck repair {path}" in capsys.readouterr().err
+    assert main(["repair", str(path)]) == 0
+    assert objects(path) == before
+    assert objects(backup_of(path)) == replaced
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault("501", r"\.damaged/", "PUT", times=FOREVER), Fault("501", "/", "DELETE", times=FOREVER)],
+    ids=["copy", "deletion"],
+)
+def test_a_repair_that_fails_in_an_object_store_changes_nothing_and_can_be_repeated(
+    run: Run, s3: S3, fault: Fault
+) -> None:
+    path = copied(run)
+    manifest_of(path, 4).write_bytes(b"{")
+    before = objects(path)
+    with s3.failing(fault), pytest.raises(errors.StorageFailed):
+        repair(open_root(str(path)), lossy=True)
+    assert objects(path) == before
+    repair(open_root(str(path)), lossy=True)
+    assert deltacheck.open(str(path)).steps() == [0, 1, 2, 3, 5]
+    assert b"{" in objects(backup_of(path)).values()
+
+
+def test_a_store_that_fails_has_lost_no_step(run: Run, s3: S3) -> None:
+    path = copied(run)
+    before = objects(path)
+    for where in (r"/c\.[.0-9]*$", r"/segments/s\d+-\w+/zarr\.json$", "/checkpoints/c.*json$"):
+        fault = Fault("501", where, "GET", times=FOREVER)
+        with s3.failing(fault), pytest.raises(errors.StorageFailed):
+            repair(open_root(str(path)), lossy=True)
+    assert objects(path) == before
+    assert not backup_of(path).exists()
+
+
+def test_a_repair_that_has_lost_its_lease_sets_nothing_aside(run: Run, s3: S3) -> None:
+    path = copied(run)
+    manifest_of(path, 4).write_bytes(b"{")
+    before = objects(path)
+    lease = take_lease(path)
+    assert isinstance(lease, ObjectLease)
+    claim = {"holder": "process 7 on elsewhere", "nonce": "x", "epoch": 9, "seconds": 60}
+    arrays.replace_file(
+        path / layout.CONTROL, "zarr.json", layout.group_json({layout.ATTRIBUTE: claim})
+    )
+    lease.renew()
+    with pytest.raises(errors.RootBusy, match="process 7 on elsewhere"):
+        repair(open_root(str(path)), lossy=True)
+    lease.release()
+    assert objects(path) == before
+
+
+def test_a_repair_is_refused_beside_a_training_in_an_object_store(run: Run, s3: S3) -> None:
+    path = copied(run)
+    with Engine(str(path)):
+        assert main(["repair", str(path)]) == 5
+        assert main(["repair", str(path), "--dry-run"]) == 0
 
 
 def test_a_step_of_a_manager_is_set_aside_with_its_folder(tmp_path: Path) -> None:
