@@ -836,6 +836,24 @@ def test_every_command_takes_an_address(address: str, tmp_path: Any) -> None:
     assert main(["ls", f"{address}/nothing"]) == 3
 
 
+def test_files_are_imported_into_an_object_store(
+    address: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = {"w": torch.randn(300, 260)}
+    torch.save(weights, tmp_path / "model_3.pt")
+    assert main(["import", address, str(tmp_path / "model_3.pt")]) == 0
+    assert main(["import", address, str(tmp_path / "model_3.pt")]) == 2
+    reader = deltacheck.open(address, storage=STORAGE)
+    assert reader.steps() == [3]
+    assert np.array_equal(reader.restore(3)["w"], weights["w"].numpy())
+    # A folder of steps becomes the root of a manager, which commits by renaming.
+    (tmp_path / "steps" / "1").mkdir(parents=True)
+    torch.save(weights, tmp_path / "steps" / "1" / "x.pt")
+    capsys.readouterr()
+    assert main(["import", f"{address}-other", str(tmp_path / "steps")]) == 5
+    assert f"needs a local directory, not {address}-other" in capsys.readouterr().err
+
+
 def test_steps_are_tagged_pruned_and_followed_on_an_object_store(address: str) -> None:
     run = Run(address)
     follower = deltacheck.follow(address, storage=STORAGE)

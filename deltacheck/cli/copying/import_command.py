@@ -18,7 +18,7 @@ def import_files(
         typer.Argument(
             metavar="ROOT",
             callback=checked_root,
-            help="The target: a root, or a directory that is new or empty.",
+            help="The target: a root, a directory that is new or empty, or s3://BUCKET/PREFIX.",
         ),
     ],
     files: Annotated[
@@ -51,10 +51,12 @@ def import_files(
     from deltacheck.store.files import storage
     from deltacheck.store.roots.opening import open_root
 
-    target = storage.local(root, "an import")
+    target = storage.of(root)
     # A manager's folder holds many steps that have numbers, so it cannot be one of several files.
     folders = [path for path in files if path.is_dir() and not is_model_folder(path)]
-    _refuse_swapped(target, files[0])
+    # No source is in an object store.
+    if isinstance(target, Path):
+        _refuse_swapped(target, files[0])
     if len(files) > 1 and (step is not None or folders):
         raise typer.BadParameter(
             f"{'--step' if step is not None else 'a folder'} goes with one FILE, but"
@@ -64,7 +66,7 @@ def import_files(
     with as_misuse():
         sources = _sources_of(files, step, is_orbax=bool(folders))
         kind = "orbax" if folders else "torch"
-        for path, number in _ingest(kind, target, sources, item):
+        for path, number in _ingest(kind, str(target), sources, item):
             # The root is opened anew for each step: the import commits steps through a writer of
             # its own.
             manifest = open_root(target).manifest(number)
@@ -130,7 +132,7 @@ def _sources_of(files: list[Path], step: int | None, *, is_orbax: bool) -> list[
 
 
 def _ingest(
-    kind: str, root: Path, sources: list[tuple[int, Path]], item: str | None
+    kind: str, root: str, sources: list[tuple[int, Path]], item: str | None
 ) -> Iterator[tuple[Path, int]]:
     """Import sources as ``isolated.ingest``, with a progress bar of their bytes."""
     from deltacheck.backends import isolated
