@@ -222,7 +222,7 @@ def _files_of(segment: Segment) -> Iterator[tuple[Place, str, int]]:
     for path, spec in segment.array_specs().items():
         for name in spec.file_names():
             yield path, name, spec.cells.most_bytes
-    for path in (*segment.array_specs(), *segment.group_paths(), segment.path):
+    for path in (*segment.documents(), segment.path):
         yield path, "zarr.json", documents.MAX_DOCUMENT_BYTES
 
 

@@ -231,7 +231,7 @@ def _repair_documents(
         if verify.group_problem(folder / "zarr.json") is not None:
             wrong.append((folder, layout.group_json({})))
     for segment in chains.segments.values():
-        wrong += list(verify.wrong_documents(segment))
+        wrong += [(folder, content) for folder, content, _ in verify.wrong_documents(segment)]
     for folder, content in wrong:
         result.documents.append(str(folder / "zarr.json"))
         if not dry_run:

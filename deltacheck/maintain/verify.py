@@ -39,7 +39,7 @@ from deltacheck.maintain.survey import (
 from deltacheck.restore import read
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
-from deltacheck.store import documents, layout
+from deltacheck.store import documents
 from deltacheck.store.files import arrays
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
@@ -277,7 +277,10 @@ def _check_tables(root: Root, manifests: Iterable[Manifest], chains: Survey) -> 
         for path in root.store.group_paths()
         if (problem := group_problem(path / "zarr.json")) is not None
     ]
-    metadata = {ref: _metadata_problems(segment) for ref, segment in chains.segments.items()}
+    metadata = {
+        ref: [problem for *_, problem in wrong_documents(segment)]
+        for ref, segment in chains.segments.items()
+    }
     for manifest in manifests:
         # If a table is lost, the metadata below it cannot be judged.
         lost = [str(chains.lost[ref]) for ref in manifest.segments if ref in chains.lost]
@@ -342,27 +345,17 @@ def _finding(step: int, stored_path: str, error: Damaged, *, redundant: bool = F
     return Finding(step, tiles.leaf_of(stored_path), str(error), redundant)
 
 
-def _metadata_problems(segment: Segment) -> list[str]:
-    """Return the problems of array metadata that differs from the tables.
+def wrong_documents(segment: Segment) -> Iterator[tuple[Place, bytes, str]]:
+    """Yield the directories of a segment whose ``zarr.json`` is wrong, its content, the problem.
 
-    deltacheck reads the tables only, but plain zarr reads the metadata.
+    deltacheck reads the tables only, but plain zarr reads the metadata, as the tables imply it.
     """
-    problems = [group_problem(path / "zarr.json") for path in segment.group_paths()]
-    problems += [
-        _metadata_problem(path / "zarr.json", spec.metadata())
-        for path, spec in segment.array_specs().items()
-    ]
-    return [problem for problem in problems if problem is not None]
-
-
-def wrong_documents(segment: Segment) -> Iterator[tuple[Place, bytes]]:
-    """Yield the directories of a segment whose ``zarr.json`` is wrong, with its right content."""
-    for path in segment.group_paths():
-        if group_problem(path / "zarr.json") is not None:
-            yield path, layout.group_json({})
-    for path, spec in segment.array_specs().items():
-        if _metadata_problem(path / "zarr.json", spec.metadata()) is not None:
-            yield path, json.dumps(spec.metadata(), separators=(",", ":")).encode()
+    groups = segment.group_paths()
+    for path, content in segment.documents().items():
+        file = path / "zarr.json"
+        problem = group_problem(file) if path in groups else _metadata_problem(file, content)
+        if problem is not None:
+            yield path, content, problem
 
 
 def group_problem(path: Place) -> str | None:
@@ -380,9 +373,9 @@ def group_problem(path: Place) -> str | None:
     return f"{path} is not the metadata of a zarr group: plain zarr cannot open what is below it"
 
 
-def _metadata_problem(path: Place, expected: dict[str, object]) -> str | None:
+def _metadata_problem(path: Place, expected: bytes) -> str | None:
     try:
-        is_equal = _normalize(_json_of(path)) == _normalize(expected)
+        is_equal = _normalize(_json_of(path)) == _normalize(json.loads(expected))
     except StorageFailed:
         raise
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, Damaged) as error:

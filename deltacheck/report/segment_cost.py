@@ -70,10 +70,7 @@ def cost_of(segment: Segment) -> Cost:
                 if in_part == number:
                     delta_bytes = float(rows[first : first + count].sum())
                     by_leaf[leaf] = by_leaf.get(leaf, 0.0) + delta_bytes
-    # The tables imply the other documents.
-    documents = [spec.document() for spec in specs.values()]
-    documents += [layout.group_json({}) for _ in segment.group_paths()]
-    return Cost(segment.table_bytes + sum(map(len, documents)), by_leaf)
+    return Cost(segment.table_bytes + sum(map(len, segment.documents().values())), by_leaf)
 
 
 def _files_of(segment: Segment, specs: Mapping[Place, ArraySpec]) -> dict[Place, list[_File]]:

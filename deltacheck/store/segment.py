@@ -407,6 +407,11 @@ class Segment:
                 ]
         return list(self.table.leaves)
 
+    def documents(self) -> dict[Place, bytes]:
+        """Return the ``zarr.json`` of every directory below the segment's own."""
+        groups = dict.fromkeys(self.group_paths(), layout.group_json({}))
+        return groups | {path: spec.document() for path, spec in self.array_specs().items()}
+
     def array_specs(self) -> dict[Place, ArraySpec]:
         """Return every array of the segment and the metadata that it must have."""
         specs: dict[Place, ArraySpec] = {}
