@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deltacheck.errors import DeltacheckError
+from deltacheck.errors import DeltacheckError, StorageFailed
 from deltacheck.leaf.contracts import Bounded, name_of
 from deltacheck.leaf.spec import LeafKind, LeafSpec
 from deltacheck.policy.causes import MERGED, REST
@@ -330,6 +330,8 @@ def _step(
             mean_depth = (
                 sum(s.depth * s.spec.raw_bytes for s in step.states.values()) / raw if raw else 0.0
             )
+        except StorageFailed:
+            raise
         except (DeltacheckError, OSError) as error:
             # A damaged step still has a row, with what its manifest says. The page shows the
             # problem.

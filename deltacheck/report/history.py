@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from deltacheck.errors import ChainBroken, DeltacheckError
+from deltacheck.errors import ChainBroken, DeltacheckError, StorageFailed
 from deltacheck.leaf.spec import LeafKind, LeafSpec
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
@@ -233,6 +233,8 @@ def committed(root: Root, problems: list[str]) -> Iterator[Committed]:
             yield Committed(ref, manifest, storage.size_of(ref.manifest_path))
         except FileNotFoundError:
             continue  # deleted by a running training since it was listed
+        except StorageFailed:
+            raise  # this says nothing of the manifest
         except DeltacheckError as error:
             problems.append(str(error))
 
@@ -251,6 +253,8 @@ def steps(root: Root, checkpoints: Iterable[Committed]) -> Iterator[Step]:
             open_segments = {ref: open_segments.get(ref) or root.store.segment(ref) for ref in refs}
             segments = tuple(open_segments.values())
             states = leaf_states(checkpoint.manifest, list(segments))
+        except StorageFailed:
+            raise
         except DeltacheckError as error:
             yield Step(*checkpoint, (), None, str(error))
         else:

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.s3_server import S3
+from tests.support.s3_server import FOREVER, S3, Fault
 from tests.support.states import nudge, training_state
 
 pytest.importorskip("matplotlib")
@@ -32,7 +32,8 @@ import deltacheck
 from deltacheck import Policy
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
-from deltacheck.errors import Damaged
+from deltacheck.cli.inspection.inspect import logged_steps
+from deltacheck.errors import Damaged, StorageFailed
 from deltacheck.leaf.contracts import Bounded, Promise, Reused
 from deltacheck.policy.causes import CAUSES, MERGED, REST
 from deltacheck.profile.record import FORMAT, VERSION, Curve, Event, LeafProfile, Profile
@@ -44,6 +45,7 @@ from deltacheck.report.segment_cost import cost_of
 from deltacheck.store import documents
 from deltacheck.store.files import object_client, storage
 from deltacheck.store.files.object_path import ObjectPath
+from deltacheck.store.files.object_storage import AHEAD
 from deltacheck.store.roots.opening import open_root
 
 NAMES = ("bytes", "changes", "drift", "contracts", "restore")
@@ -245,6 +247,28 @@ def test_a_copy_in_an_object_store_has_the_record_of_the_folder(
     (storage.of(address) / PROFILE).write_bytes((tmp_path / PROFILE).read_bytes())
     expected = dataclasses.asdict(collect(root, profile=tmp_path / PROFILE))
     assert dataclasses.asdict(collect(address)) == {**expected, "root": address}
+
+
+@pytest.mark.parametrize(
+    ("where", "skip"),
+    [
+        (r"/c\.[.0-9]*$", 0),
+        (r"/segments/s\d+-\w+/zarr\.json$", 0),
+        # The listing asks for the manifests that may follow, and reads those that are there.
+        (r"/checkpoints/.*json$", AHEAD + len(STEPS)),
+    ],
+    ids=["data", "table", "manifest"],
+)
+def test_a_store_that_fails_has_no_damaged_step(root: Path, s3: S3, where: str, skip: int) -> None:
+    address = f"s3://bucket/{secrets.token_hex(4)}/run"
+    with deltacheck.Mirror(root, address) as mirror:
+        mirror.poll()
+    for attempt in (lambda: collect(address), lambda: logged_steps(open_root(address))):
+        with (
+            s3.failing(Fault("501", where, "GET", times=FOREVER, skip=skip)),
+            pytest.raises(StorageFailed),
+        ):
+            attempt()
 
 
 def test_of_a_shard_in_an_object_store_its_index_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ def logged_steps(root: Root, levels: int | None = None) -> tuple[list[Row], list
         root: The root.
         levels: The number of path components of a leaf class; ``None``: rows without classes.
     """
-    from deltacheck.errors import DeltacheckError
+    from deltacheck.errors import DeltacheckError, StorageFailed
     from deltacheck.report import history
     from deltacheck.report.cause_sizes import CauseCounter
     from deltacheck.report.segment_cost import cost_of
@@ -175,6 +175,8 @@ def logged_steps(root: Root, levels: int | None = None) -> tuple[list[Row], list
             row["causes"] = counter.count(step)
             if levels is not None:
                 row["classes"] = _class_rows(history.by_class(step.states or {}, levels))
+        except StorageFailed:
+            raise
         except DeltacheckError as error:
             # The tables are whole, but an index that they name is damaged.
             row |= _change_row(None) | {"causes": None, "problem": str(error)}
