@@ -25,7 +25,6 @@ from deltacheck.cli.output import Column, Row
 if TYPE_CHECKING:
     from deltacheck.maintain.repair import Repaired
     from deltacheck.maintain.verify import Finding, Verified
-    from deltacheck.store.files.storage import Place
     from deltacheck.store.manifest import Manifest
     from deltacheck.store.roots.root import Root
 
@@ -269,7 +268,6 @@ def repair(
     from deltacheck.maintain import repair as repairing
     from deltacheck.store.files import storage
     from deltacheck.store.files.containment import inside
-    from deltacheck.store.files.storage import take_lease
     from deltacheck.store.roots.manager_steps import MANAGER_STORE
     from deltacheck.store.roots.opening import open_root
 
@@ -285,11 +283,8 @@ def repair(
             if (store / "segments").is_dir():
                 # The stack is unwound in reverse order, so the store is closed before its lease is
                 # released.
-                resources.callback(take_lease(store).release)
-        # A manager root has its document one level below, so the file may be missing where nothing
-        # is wrong. ``repair_root_document`` then finds nothing to write.
-        if not (path / "zarr.json").is_file() or not _opens(path):
-            repairing.repair_root_document(path, result, dry_run=dry_run)
+                resources.callback(storage.take_lease(store).release)
+        repairing.repair_root_document(path, result, dry_run=dry_run)
         # A dry run does not write the missing document, so the root still cannot be opened.
         if not (dry_run and result.documents):
             root = open_root(path, item)
@@ -302,17 +297,6 @@ def repair(
     # A lossy repair sets the steps aside, so what is lost is no longer in the root.
     if result.lost and not result.removed:
         raise typer.Exit(output.FOUND_DAMAGE)
-
-
-def _opens(path: Place) -> bool:
-    from deltacheck.errors import Damaged
-    from deltacheck.store.roots.opening import open_root
-
-    try:
-        open_root(path)
-    except Damaged:
-        return False
-    return True
 
 
 def _print_repaired(result: Repaired, dry_run: bool) -> None:

@@ -10,7 +10,7 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deltacheck.errors import Damaged, NotACheckpointRoot, UnsupportedFormat
+from deltacheck.errors import Damaged, UnsupportedFormat
 from deltacheck.maintain import verify
 from deltacheck.maintain.survey import Survey, survey
 from deltacheck.restore import read
@@ -69,28 +69,23 @@ def repair_root_document(path: Place, result: Repaired, *, dry_run: bool = False
         dry_run: If true, change nothing.
 
     Raises:
-        NotACheckpointRoot: If there are no segments, which would show that it was a root.
+        NotACheckpointRoot: If there is no root, and there are no segments of one.
+        Damaged: If the root has another damage for which it does not open.
     """
-    for store in (path, path / MANAGER_STORE):
-        if Store(inside(path, store)).segment_ids():
-            try:
-                open_root(path)
-            except Damaged:
-                document = store / "zarr.json"
-                result.documents.append(str(document))
-                if not dry_run:
-                    _Backup(path, result).copy(document)
-                    attributes = {
-                        "format": layout.FORMAT,
-                        "version": layout.VERSION,
-                        "must_understand": [],
-                    }
-                    content = layout.group_json({layout.ATTRIBUTE: attributes})
-                    arrays.replace_file(store, "zarr.json", content)
-            return
-    raise NotACheckpointRoot(
-        f"{path} is not a deltacheck root, and no segments show that it was one"
-    )
+    try:
+        open_root(path)
+    except Damaged:
+        stores = [path, path / MANAGER_STORE]
+        lost = [store for store in stores if Store(inside(path, store)).segment_ids()][:1]
+        if not lost:
+            raise
+        document = lost[0] / "zarr.json"
+        result.documents.append(str(document))
+        if not dry_run:
+            _Backup(path, result).copy(document)
+            attributes = {"format": layout.FORMAT, "version": layout.VERSION, "must_understand": []}
+            content = layout.group_json({layout.ATTRIBUTE: attributes})
+            arrays.replace_file(lost[0], "zarr.json", content)
 
 
 def repair(

@@ -277,16 +277,13 @@ def _check_tables(root: Root, manifests: Iterable[Manifest], chains: Survey) -> 
         for path in root.store.group_paths()
         if (problem := group_problem(path / "zarr.json")) is not None
     ]
-    metadata = {
-        ref: [problem for *_, problem in wrong_documents(segment)]
-        for ref, segment in chains.segments.items()
-    }
+    metadata = {ref: [*wrong_documents(segment)] for ref, segment in chains.segments.items()}
     for manifest in manifests:
         # If a table is lost, the metadata below it cannot be judged.
         lost = [str(chains.lost[ref]) for ref in manifest.segments if ref in chains.lost]
         problems = lost or [
             *group_problems,
-            *(problem for ref in manifest.segments for problem in metadata[ref]),
+            *(problem for ref in manifest.segments for *_, problem in metadata[ref]),
         ]
         # deltacheck reads no array by its own metadata, so only a lost table costs the step.
         findings += [

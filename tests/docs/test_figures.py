@@ -72,8 +72,9 @@ def test_no_place_breaks_a_rule(name: str, figures: dict[str, Figure]) -> None:
         ("complex-functions", 12),
         # The goal is 40,000. Lower it with each twin that goes; a new way replaces the old one.
         # `deltacheck run` took 1,000: those whom it serves have no code to put a callback into.
-        # Azure took 240 (TensorStore has no driver for it), branches in buckets 50.
-        ("code-lines", 46_111),
+        # Azure took 240 (TensorStore has no driver for it), branches in buckets 50, and reports,
+        # repairs and imports there few.
+        ("code-lines", 46_115),
     ],
 )
 def test_a_count_stays_within_its_limit(name: str, most: int, figures: dict[str, Figure]) -> None:
