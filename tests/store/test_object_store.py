@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -958,6 +959,22 @@ def test_an_orbax_manager_says_that_it_needs_a_directory() -> None:
 
     with pytest.raises(StorageFailed, match=r"needs a local directory, not s3://bucket/x.*Engine"):
         manager("s3://bucket/x")
+
+
+def test_a_copy_of_a_managers_root_is_not_taken_for_an_empty_root(
+    address: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from deltacheck.backends import orbax
+
+    with orbax.manager(tmp_path / "run") as manager:
+        manager.save(0, args=orbax.DeltaSaveArgs({"x": np.ones(3)}))
+        manager.wait_until_finished()
+    path = place.of(address)
+    for file in filter(Path.is_file, (tmp_path / "run").rglob("*")):
+        (path / str(file.relative_to(tmp_path / "run"))).write_bytes(file.read_bytes())
+    for command in ("ls", "verify", "repair", "gc"):
+        assert main([command, address]) == 5
+        assert f"needs a local directory, not {address}" in capsys.readouterr().err
 
 
 def test_plain_zarr_reads_what_lies_on_the_store(address: str, tmp_path: Any) -> None:

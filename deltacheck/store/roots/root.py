@@ -15,7 +15,7 @@ from deltacheck.errors import ChainBroken, Damaged, StepNotFound, UnsupportedFor
 from deltacheck.store import documents, layout
 from deltacheck.store.compact import LaneTables
 from deltacheck.store.files.local_storage import list_directory
-from deltacheck.store.files.storage import Place, storage_of, subdirectories
+from deltacheck.store.files.storage import Place, local, storage_of, subdirectories
 from deltacheck.store.manifest import Brief, Manifest, SegmentRef, SegmentTable
 from deltacheck.store.roots import manager_steps, tags
 from deltacheck.store.roots.manifest_cache import ManifestCache
@@ -438,5 +438,5 @@ def _age(manifest_path: Place) -> tuple[int, str]:
 
 
 def _local(path: Place) -> Path:
-    """Return a path of a manager root, which is always local."""
-    return path if isinstance(path, Path) else Path(str(path))
+    """Return a path of a manager root, which must be local."""
+    return path if isinstance(path, Path) else local(path, "the root of Orbax's CheckpointManager")
