@@ -1,6 +1,6 @@
 """Commands that decide which steps and segments stay.
 
-``prune``, ``delete`` and ``tag`` decide over steps. ``gc`` and ``compact`` decide over segments.
+``prune`` and ``tag`` decide over steps. ``prune`` and ``compact`` decide over segments.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.arguments import TAG, Json, RootOnly, RootStep, is_step, open_root, parse
+from deltacheck.cli.arguments import TAG, Json, RootOnly, is_step, open_root, parse
 
 if TYPE_CHECKING:
     from deltacheck.maintain.compaction import Rewritten
@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from deltacheck.store.collect import Collected
     from deltacheck.store.lock.lease import Lease
     from deltacheck.store.roots.root import Root
-
-_RUN_GC = "run gc to remove the segments that no step needs any more"
-DryRun: TypeAlias = Annotated[
-    bool, typer.Option("--dry-run", help="Change nothing; print what would be removed.")
-]
 
 
 @contextlib.contextmanager
@@ -45,8 +40,11 @@ def _open_for_writing(words: list[str] | None) -> Iterator[tuple[Root, Lease]]:
         lease.release()
 
 
-def prune(
-    words: RootOnly = None,
+def prune(  # noqa: PLR0913 - one argument per option
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ROOT] [STEP]", help="The root, and the number of one step."),
+    ] = None,
     keep_last: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Keep the N newest steps.")
     ] = None,
@@ -82,15 +80,38 @@ def prune(
             help="Leaves that older steps keep (default: 'model/*'). May be repeated.",
         ),
     ] = None,
-    dry_run: DryRun = False,
+    compact: Annotated[
+        bool,
+        typer.Option(
+            "--compact", help="Also rewrite segments of which only a few leaves are needed."
+        ),
+    ] = False,
+    grace: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help=(
+                "Remove a segment only this long after it was first found unneeded. Larger:"
+                " slower restores can end; smaller: space is freed sooner."
+            ),
+        ),
+    ] = 60.0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Change nothing; print what would be removed.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete the steps that no rule and no tag keeps, and leaves of old steps.
+    """Delete a step, or the steps that no rule and no tag keeps, and segments that no step needs.
 
-    Refused while a training writes to the root.
+    Without a step and a rule, only segments are removed. Refused while a training writes to the
+    root, if the step has a tag, and if no other step is left to restore.
     """
+    from deltacheck.errors import Damaged
+    from deltacheck.maintain import compaction
     from deltacheck.policy import Keep
     from deltacheck.save import root_writer
+    from deltacheck.store.collect import Collected, collect
 
     if keep_leaves and full_last is None:
         raise typer.BadParameter("--keep-leaves goes with --full-last")
@@ -101,18 +122,65 @@ def prune(
         full_last=full_last,
         leaves=tuple(keep_leaves or Keep.LEAVES),
     )
-    # Without a rule nothing would be deleted, which nobody wants who calls this command.
-    if keep.all_steps and keep.all_leaves:
-        raise typer.BadParameter(
-            "give --keep-last, --keep-every or --keep-best; steps that none of them keeps are"
-            " deleted. Or give --full-last; older steps lose leaves"
-        )
-    with _open_for_writing(words) as (root, lease):
-        result = root_writer.prune(root, keep, dry_run=dry_run, still_ours=lease.check)
+    has_rules = not (keep.all_steps and keep.all_leaves)
+    selection = parse(words, max_steps=1)
+    if selection.steps and has_rules:
+        raise typer.BadParameter("give either a step or rules")
+    rewritten: tuple[Rewritten, ...] = ()
+    with _open_for_writing([selection.root]) as (root, lease):
+        if selection.steps:
+            step = _only_number(root, selection.steps[0])
+            pruned = root_writer.delete(root, step, dry_run=dry_run, still_ours=lease.check)
+        else:
+            pruned = root_writer.prune(root, keep, dry_run=dry_run, still_ours=lease.check)
+        try:
+            if compact:
+                # Segments are rewritten before the collection, which can then remove the old ones
+                # in the same run.
+                rewritten = compaction.reclaim(root, dry_run=dry_run)
+            # The writer of a manager root may be another library. Segments that are newer than
+            # every step may then belong to a save in progress.
+            collected = collect(
+                root,
+                grace_seconds=grace,
+                dry_run=dry_run,
+                writer_is_dead=not root.is_manager_root,
+                still_ours=lease.check,
+            )
+        except Damaged as error:
+            if not (selection.steps or has_rules):
+                raise
+            # Steps were deleted all the same, which is the result.
+            output.warn(str(error))
+            collected = Collected((), (), 0)
     if as_json:
-        output.print_json({"root": str(root.path), "dry_run": dry_run, **asdict(result)})
+        output.print_json(
+            {
+                "root": str(root.path),
+                "dry_run": dry_run,
+                **asdict(pruned),
+                "grace_seconds": grace,
+                **asdict(collected),
+                "rewritten": [asdict(segment) for segment in rewritten],
+            }
+        )
         return
-    _print_pruned(result, keep, dry_run)
+    if selection.steps or has_rules:
+        _print_pruned(pruned, keep, dry_run)
+    _print_collected(collected, rewritten, grace, dry_run)
+
+
+def _only_number(root: Root, step: int | str | None) -> int:
+    """Return the number of the step to delete."""
+    # ``latest`` and a tag may mean another step by the time that the lease is held.
+    if not isinstance(step, int):
+        raise typer.BadParameter("name the step to delete by its number")
+    if root.steps() == [step]:
+        raise typer.BadParameter(
+            f"step {step} is the only one of {root.path}, and nothing could be restored without"
+            " it; remove the root itself if you need none of it"
+        )
+    return step
 
 
 def _print_pruned(result: Pruned, keep: Keep, dry_run: bool) -> None:
@@ -120,17 +188,36 @@ def _print_pruned(result: Pruned, keep: Keep, dry_run: bool) -> None:
     for checkpoint in result.deleted:
         output.print_line(f"step {checkpoint.step} (seq {checkpoint.seq}) {deleted}")
     total = len(result.deleted) + len(result.kept)
-    output.print_line(
-        f"{len(result.deleted)} of {total} checkpoints {deleted}"
-        + ("" if dry_run else f"; {_RUN_GC}")
-    )
+    output.print_line(f"{len(result.deleted)} of {total} checkpoints {deleted}")
     if not keep.all_leaves:
         verb = "would keep" if dry_run else "keep"
         output.print_line(
             f"{output.count(len(result.partial), 'checkpoint')} {verb}"
             f" only {', '.join(keep.patterns)}"
-            + ("" if dry_run else "; run gc --compact to free the space of the other leaves")
         )
+
+
+def _print_collected(
+    result: Collected, rewritten: Sequence[Rewritten], grace: float, dry_run: bool
+) -> None:
+    for segment in rewritten:
+        output.print_line(
+            f"{segment.old} ({output.size(segment.old_bytes)}) {'would be' if dry_run else 'was'}"
+            f" rewritten: {segment.leaves} of its leaves are needed"
+            f" ({output.size(segment.new_bytes)})"
+        )
+    removed = "would be removed" if dry_run else "removed"
+    for name in result.removed:
+        output.print_line(f"{name} {removed}")
+    for name in result.waiting:
+        output.print_line(f"{name} waits: it was found unneeded less than {grace:g} s ago")
+    for name in result.in_use:
+        output.print_line(f"{name} waits: a reader has it open")
+    output.print_line(
+        f"{len(result.removed)} segments {removed}, {output.size(result.freed_bytes)} freed;"
+        f" {len(result.waiting) + len(result.in_use)} unneeded segments wait"
+        + (f", run prune again in {grace:g} s" if result.waiting else "")
+    )
 
 
 def _parse_best(text: str) -> KeepBest:
@@ -145,39 +232,6 @@ def _parse_best(text: str) -> KeepBest:
         raise typer.BadParameter(
             f"{text!r} is not METRIC[:MODE[:COUNT]], such as loss:min:3"
         ) from None
-
-
-def delete(
-    words: RootStep = None,
-    dry_run: DryRun = False,
-    as_json: Json = False,
-) -> None:
-    """Delete a step. The other steps stay whole.
-
-    Refused if the step has a tag, while a training writes to the root, and if no other step is left
-    to restore.
-    """
-    from deltacheck.save import root_writer
-
-    selection = parse(words, min_steps=1, max_steps=1)
-    (step,) = selection.steps
-    # ``latest`` and a tag may mean another step by the time that the lease is held.
-    if not isinstance(step, int):
-        raise typer.BadParameter("name the step to delete by its number")
-    with _open_for_writing([selection.root]) as (root, lease):
-        if root.steps() == [step]:
-            raise typer.BadParameter(
-                f"step {step} is the only one of {root.path}, and nothing could be restored without"
-                " it; remove the root itself if you need none of it"
-            )
-        deleted = root_writer.delete(root, step, dry_run=dry_run, still_ours=lease.check)
-    if as_json:
-        steps = [asdict(checkpoint) for checkpoint in deleted]
-        output.print_json({"root": str(root.path), "dry_run": dry_run, "deleted": steps})
-    else:
-        output.print_line(
-            f"step {step} would be deleted" if dry_run else f"step {step} deleted; {_RUN_GC}"
-        )
 
 
 def tag(
@@ -233,87 +287,6 @@ def tag(
         output.print_line(f"step {new_tag.step} (seq {new_tag.seq}) is @{new_tag.name}")
 
 
-def gc(
-    words: RootOnly = None,
-    dry_run: DryRun = False,
-    grace: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help=(
-                "Remove a segment only this long after a gc first found it unneeded. Larger:"
-                " slower restores can end; smaller: space is freed sooner."
-            ),
-        ),
-    ] = 60.0,
-    compact: Annotated[
-        bool,
-        typer.Option(
-            "--compact", help="First rewrite segments of which only a few leaves are needed."
-        ),
-    ] = False,
-    as_json: Json = False,
-) -> None:
-    """Remove segments that no step needs.
-
-    Refused while a training writes to the root.
-    """
-    from deltacheck.maintain import compaction
-    from deltacheck.store.collect import collect
-
-    rewritten: tuple[compaction.Rewritten, ...] = ()
-    with _open_for_writing(words) as (root, lease):
-        if compact:
-            # Segments are rewritten before the collection, which can then remove the old ones in
-            # the same run.
-            rewritten = compaction.reclaim(root, dry_run=dry_run)
-        # The writer of a manager root may be another library. Segments that are newer than every
-        # step may then belong to a save in progress.
-        result = collect(
-            root,
-            grace_seconds=grace,
-            dry_run=dry_run,
-            writer_is_dead=not root.is_manager_root,
-            still_ours=lease.check,
-        )
-    if as_json:
-        output.print_json(
-            {
-                "root": str(root.path),
-                "dry_run": dry_run,
-                "grace_seconds": grace,
-                **asdict(result),
-                "rewritten": [asdict(segment) for segment in rewritten],
-            }
-        )
-        return
-    _print_collected(result, rewritten, grace, dry_run)
-
-
-def _print_collected(
-    result: Collected, rewritten: Sequence[Rewritten], grace: float, dry_run: bool
-) -> None:
-    for segment in rewritten:
-        output.print_line(
-            f"{segment.old} ({output.size(segment.old_bytes)}) {'would be' if dry_run else 'was'}"
-            f" rewritten: {segment.leaves} of its leaves are needed"
-            f" ({output.size(segment.new_bytes)})"
-        )
-    removed = "would be removed" if dry_run else "removed"
-    for name in result.removed:
-        output.print_line(f"{name} {removed}")
-    for name in result.waiting:
-        output.print_line(f"{name} waits: it was found unneeded less than {grace:g} s ago")
-    for name in result.in_use:
-        output.print_line(f"{name} waits: a reader has it open")
-    output.print_line(
-        f"{len(result.removed)} segments {removed}, {output.size(result.freed_bytes)} freed;"
-        f" {len(result.waiting) + len(result.in_use)} unneeded segments wait"
-        + (f", run gc again in {grace:g} s" if result.waiting else "")
-    )
-
-
 def compact(
     words: RootOnly = None,
     as_json: Json = False,
@@ -336,5 +309,5 @@ def compact(
         output.print_line(
             f"step {result.step}: {result.leaves} leaves written whole"
             f" ({output.size(result.stored_bytes)}); a restore applies no deltas instead of"
-            f" {result.deltas}. R{_RUN_GC[1:]}"
+            f" {result.deltas}. Run prune to remove the segments that no step needs any more"
         )

@@ -101,7 +101,7 @@ def compact(root: Root) -> Compacted | None:
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A segment that was rewritten. The field names are keys of ``deltacheck gc --json``.
+    """A segment that was rewritten. The field names are keys of ``deltacheck prune --json``.
 
     Attributes:
         old: Identifier of the old segment.

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import inspect
 import re
+from typing import Any, cast
 
 import pytest
 
 from deltacheck.backends.torch import Engine
+from deltacheck.cli.app import root_command
 from deltacheck.codec.derivation import RULES
 from deltacheck.store.manifest import FEATURES
 from tests.suites.figures import Figure, measure
@@ -106,6 +108,15 @@ def test_concepts_stay_within_their_limits() -> None:
     assert len(FEATURES) <= 7, FEATURES
     assert len(RULES) <= 7, RULES
     assert len(inspect.signature(Engine).parameters) <= 8
+    commands = cast("dict[str, Any]", cast("Any", root_command).commands)
+    assert len(commands) <= 21, list(commands)
+    options = [
+        parameter
+        for command in commands.values()
+        for parameter in command.params
+        if parameter.param_type_name == "option"
+    ]
+    assert len(options) <= 110, len(options)
 
 
 def number(figure: Figure) -> int:

@@ -472,8 +472,8 @@ def commands(places: Places) -> None:
         ["verify", root, "--deep"],
         ["compact", root],
         ["export", root, "2", "--to", "npz", "--out", str(places.area / "step.npz")],
-        ["delete", root, "0"],
-        ["gc", root, "--grace", "0"],
+        ["prune", root, "0"],
+        ["prune", root, "--grace", "0"],
         ["repair", root],
         ["tag", root, "--delete", "good"],
     ):

@@ -305,7 +305,7 @@ def sync(facts: MachineFacts, file_system: FileSystem) -> Line:
 def locks(facts: MachineFacts, file_system: FileSystem) -> Line:
     """Judge the locks that keep out a second writer and protect readers from collection."""
     cost = (
-        "a second writer is noticed only at its first step, and gc protects readers only for its"
+        "a second writer is noticed only at its first step, and prune protects readers only for its"
         " grace period"
     )
     trial = file_system.trial
@@ -339,7 +339,7 @@ def space(facts: MachineFacts, file_system: FileSystem) -> Line:
     if free_bytes >= state_bytes:
         return Line("space", "ok", text)
     cost = "a save that writes whole leaves fails"
-    remedy = "free space, or delete steps: deltacheck prune, then deltacheck gc"
+    remedy = "free space, or delete steps: deltacheck prune"
     return Line("space", "degraded", text, cost, remedy)
 
 
