@@ -1,8 +1,8 @@
 """Instances of classes that the caller has named, as containers of a state.
 
-These are named tuples, dataclasses, enumerations, and subclasses of dict, list and tuple. They are
-made again without a call of their ``__init__``, so that they get exactly the content that was
-saved.
+These are named tuples, dataclasses, enumerations, subclasses of dict, list and tuple, and objects
+that have nothing but attributes. They are made again without a call of their ``__init__``, so that
+they get exactly the content that was saved.
 """
 
 from __future__ import annotations
@@ -34,6 +34,18 @@ def is_supported(kind: type) -> bool:
     )
 
 
+def has_attributes_alone(kind: type) -> bool:
+    """Return ``True`` for a class whose instances are their ``__dict__``, and no dataclass."""
+    # Classes with content of their own, such as ``int``, have a ``__new__`` of their own.
+    new: Any = kind.__new__
+    return (
+        new is object.__new__
+        and kind.__dictoffset__ != 0
+        and not dataclasses.is_dataclass(kind)
+        and not any(map(_slots_of, kind.__mro__))
+    )
+
+
 def level_of(value: Any) -> Level:
     """Return one level of an instance of a supported class.
 
@@ -46,6 +58,8 @@ def level_of(value: Any) -> Level:
         if kind.__members__.get(value.name) is not value:
             raise UnsupportedLeaf(f"{value!r} is no single member of {name}; save its value")
         return Level({"t": "enum", "c": name, "v": value.name})
+    if has_attributes_alone(kind):
+        return Level({"t": "object", "c": name}, list(vars(value).items()))
     fields = _fields_of(kind)
     if fields is None:
         base = _base_of(kind)
@@ -82,8 +96,12 @@ def instance_of(kind: type, node: Node, plain: object, attributes: Mapping[str, 
         if node["t"] != "enum" or plain not in members:
             raise TypeError(f"{name_of(kind)} has no member {plain!r}")
         return members[cast("str", plain)]
+    if has_attributes_alone(kind) and node["t"] == "object":
+        value = object.__new__(kind)
+        vars(value).update(cast("dict[str, object]", plain))
+        return value
     fields = _fields_of(kind)
-    if (node["t"] == "object") != (fields is not None):
+    if (node["t"] == "object") != (fields is not None) or has_attributes_alone(kind):
         raise TypeError(f"{name_of(kind)} is no longer what it was when it was saved")
     if fields is not None:
         content = cast("dict[str, object]", plain)
