@@ -1,7 +1,4 @@
-"""Commands that decide which steps and segments stay.
-
-``prune`` and ``tag`` decide over steps. ``prune`` and ``compact`` decide over segments.
-"""
+"""``prune`` and ``tag``: the commands that decide which steps and segments stay."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.arguments import TAG, Json, RootOnly, is_step, open_root, parse
+from deltacheck.cli.arguments import TAG, Json, is_step, open_root, parse
 
 if TYPE_CHECKING:
-    from deltacheck.maintain.compaction import Rewritten
+    from deltacheck.maintain.compaction import Compacted, Rewritten
     from deltacheck.policy import Keep, KeepBest
     from deltacheck.save.root_writer import Pruned
     from deltacheck.store.collect import Collected
@@ -80,6 +77,13 @@ def prune(  # noqa: PLR0913 - one argument per option
             help="Leaves that older steps keep (default: 'model/*'). May be repeated.",
         ),
     ] = None,
+    whole: Annotated[
+        bool,
+        typer.Option(
+            "--whole",
+            help="Also write the newest step whole: it restores faster, and takes more bytes.",
+        ),
+    ] = False,
     compact: Annotated[
         bool,
         typer.Option(
@@ -104,7 +108,7 @@ def prune(  # noqa: PLR0913 - one argument per option
 ) -> None:
     """Delete a step, or the steps that no rule and no tag keeps, and segments that no step needs.
 
-    Without a step and a rule, only segments are removed. Refused while a training writes to the
+    Without a step and a rule, no step is deleted. Refused while a training writes to the
     root, if the step has a tag, and if no other step is left to restore.
     """
     from deltacheck.errors import Damaged
@@ -126,6 +130,7 @@ def prune(  # noqa: PLR0913 - one argument per option
     selection = parse(words, max_steps=1)
     if selection.steps and has_rules:
         raise typer.BadParameter("give either a step or rules")
+    compacted: Compacted | None = None
     rewritten: tuple[Rewritten, ...] = ()
     with _open_for_writing([selection.root]) as (root, lease):
         if selection.steps:
@@ -134,9 +139,11 @@ def prune(  # noqa: PLR0913 - one argument per option
         else:
             pruned = root_writer.prune(root, keep, dry_run=dry_run, still_ours=lease.check)
         try:
+            # Segments are written before the collection, which can then remove the old ones in the
+            # same run.
+            if whole and not dry_run:
+                compacted = compaction.compact(root)
             if compact:
-                # Segments are rewritten before the collection, which can then remove the old ones
-                # in the same run.
                 rewritten = compaction.reclaim(root, dry_run=dry_run)
             # The writer of a manager root may be another library. Segments that are newer than
             # every step may then belong to a save in progress.
@@ -148,7 +155,7 @@ def prune(  # noqa: PLR0913 - one argument per option
                 still_ours=lease.check,
             )
         except Damaged as error:
-            if not (selection.steps or has_rules):
+            if whole or compact or not (selection.steps or has_rules):
                 raise
             # Steps were deleted all the same, which is the result.
             output.warn(str(error))
@@ -159,6 +166,7 @@ def prune(  # noqa: PLR0913 - one argument per option
                 "root": str(root.path),
                 "dry_run": dry_run,
                 **asdict(pruned),
+                "compacted": None if compacted is None else asdict(compacted),
                 "grace_seconds": grace,
                 **asdict(collected),
                 "rewritten": [asdict(segment) for segment in rewritten],
@@ -167,7 +175,22 @@ def prune(  # noqa: PLR0913 - one argument per option
         return
     if selection.steps or has_rules:
         _print_pruned(pruned, keep, dry_run)
+    if whole:
+        output.print_line(_wholeness(compacted, dry_run))
     _print_collected(collected, rewritten, grace, dry_run)
+
+
+def _wholeness(result: Compacted | None, dry_run: bool) -> str:
+    """Return the effect of ``--whole`` in words."""
+    if dry_run:
+        return "leaves with deltas of the newest step would be written whole"
+    if result is None:
+        return "the newest step has no deltas"
+    return (
+        f"step {result.step}: {result.leaves} leaves written whole"
+        f" ({output.size(result.stored_bytes)}); a restore applies no deltas instead of"
+        f" {result.deltas}"
+    )
 
 
 def _only_number(root: Root, step: int | str | None) -> int:
@@ -285,29 +308,3 @@ def tag(
         )
     else:
         output.print_line(f"step {new_tag.step} (seq {new_tag.seq}) is @{new_tag.name}")
-
-
-def compact(
-    words: RootOnly = None,
-    as_json: Json = False,
-) -> None:
-    """Rewrite the newest step, so that a restore applies no deltas.
-
-    Refused while a training writes to the root.
-    """
-    from deltacheck.maintain import compaction
-
-    with _open_for_writing(words) as (root, _):
-        result = compaction.compact(root)
-    if as_json:
-        output.print_json(
-            {"root": str(root.path), "compacted": None if result is None else asdict(result)}
-        )
-    elif result is None:
-        output.print_line("nothing to do: the newest step has no deltas")
-    else:
-        output.print_line(
-            f"step {result.step}: {result.leaves} leaves written whole"
-            f" ({output.size(result.stored_bytes)}); a restore applies no deltas instead of"
-            f" {result.deltas}. Run prune to remove the segments that no step needs any more"
-        )

@@ -51,7 +51,6 @@ COMMANDS = (
     "export",
     "repair",
     "prune",
-    "compact",
     "profile",
     "report",
     "plan",
@@ -1263,7 +1262,7 @@ def test_help_groups_the_commands(deltacheck_: Command) -> None:
     titles = ["Train", "Inspect", "Check and repair", "Keep and move", "Plan and measure"]
     positions = [shown.index(f" {title} ") for title in titles]
     assert positions == sorted(positions)
-    for command, title in (("run", 0), ("ls", 1), ("verify", 2), ("prune", 3), ("compact", 3)):
+    for command, title in (("run", 0), ("ls", 1), ("verify", 2), ("prune", 3)):
         line = next(line for line in shown.splitlines() if line.startswith(f"│ {command} "))
         assert positions[title] < shown.index(line) < positions[title + 1]
 

@@ -109,7 +109,7 @@ def test_concepts_stay_within_their_limits() -> None:
     assert len(RULES) <= 7, RULES
     assert len(inspect.signature(Engine).parameters) <= 8
     commands = cast("dict[str, Any]", cast("Any", root_command).commands)
-    assert len(commands) <= 21, list(commands)
+    assert len(commands) <= 20, list(commands)
     options = [
         parameter
         for command in commands.values()

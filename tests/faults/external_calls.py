@@ -470,7 +470,7 @@ def commands(places: Places) -> None:
         ["log", root],
         ["tag", root, "2", "good"],
         ["verify", root, "--deep"],
-        ["compact", root],
+        ["prune", root, "--whole"],
         ["export", root, "2", "--to", "npz", "--out", str(places.area / "step.npz")],
         ["prune", root, "0"],
         ["prune", root, "--grace", "0"],

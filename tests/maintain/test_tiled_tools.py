@@ -334,7 +334,7 @@ def test_segments_of_one_save_that_are_written_again_take_their_place_in_order(
 def test_compact_takes_every_delta_from_the_newest_step_and_its_chains_go_on(
     copied: Saved, tool: Any
 ) -> None:
-    done = tool("compact", copied.root)["compacted"]
+    done = tool("prune", copied.root, "--whole")["compacted"]
     assert (done["step"], done["deltas"]) == (3, 3)
     assert_whole(copied)
     row = next(row for row in tool("show", copied.root, 3)["leaves"] if row["path"] == BIG)
@@ -352,7 +352,7 @@ def test_compact_takes_every_delta_from_the_newest_step_and_its_chains_go_on(
 def test_ranks_that_share_no_leaf_can_be_compacted_and_freed(tmp_path: Path, tool: Any) -> None:
     saved = Saved(tmp_path / "root", save_steps(tmp_path / "root", 3, stages, 3))
     assert open_root(saved.root).manifest().tiles == {}
-    tool("compact", saved.root)
+    tool("prune", saved.root, "--whole")
     tool("prune", saved.root, 0)
     tool("prune", saved.root, "--grace", 0, "--compact")
     assert_whole(saved, [1, 2])

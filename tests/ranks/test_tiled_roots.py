@@ -552,7 +552,7 @@ def test_what_is_done_to_a_root_is_told_in_leaves_and_leaves_every_step_as_it_wa
         yield tool(root, "branch", ROOT, "@good", "--to", tmp_path / f"of {root.name}", "--copy")[
             "step"
         ]
-        yield without(tool(root, "compact", ROOT)["compacted"], "stored_bytes")
+        yield without(tool(root, "prune", ROOT, "--whole")["compacted"], "stored_bytes")
         yield steps_of(tool(root, "prune", ROOT, "--keep-last", 1, "--keep-every", 5))
         yield without(tool(root, "tag", ROOT, "--delete", "good"), "root")
         yield steps_of(tool(root, "prune", ROOT, 2))
@@ -656,7 +656,7 @@ def test_one_process_goes_on_from_ranks_under_every_policy(
         assert all(
             bits(found["model"][name]) == bits(value) for name, value in state["model"].items()
         )
-    tool(copied.many, "compact", ROOT)
+    tool(copied.many, "prune", ROOT, "--whole")
     tool(copied.many, "prune", ROOT, "--compact", "--grace", 0)
     assert opened.verify(deep=True) == []
     assert (

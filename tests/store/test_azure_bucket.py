@@ -351,7 +351,7 @@ def test_a_run_is_saved_restored_pruned_and_verified(capsys: pytest.CaptureFixtu
     assert reader.verify(deep=True) == []
     for step in reader.steps():
         assert np.array_equal(reader.restore(step)["w"], saved[step].numpy())
-    for words in (["ls"], ["verify", "--deep"], ["compact"], ["prune"], ["diff", "8", "9"]):
+    for words in (["ls"], ["verify", "--deep"], ["prune", "--whole"], ["diff", "8", "9"]):
         assert main([words[0], address, *words[1:]]) == 0, words
     assert main(["report", address]) == 5
     assert f"needs a local directory, not {address}" in capsys.readouterr().err

@@ -52,7 +52,7 @@ COMMANDS = {
     "delete": ["prune", "ROOT", "0"],
     "gc": ["prune", "ROOT", "--grace", "0"],
     "gc compact": ["prune", "ROOT", "--compact", "--grace", "0"],
-    "compact": ["compact", "ROOT"],
+    "compact": ["prune", "ROOT", "--whole"],
     "tag": ["tag", "ROOT", "0", "first"],
     "move a tag": ["tag", "ROOT", "0", "best", "--move"],
     "tag --delete": ["tag", "ROOT", "--delete", "best"],

@@ -823,7 +823,7 @@ def test_every_command_takes_an_address(
         ["diff", "2", "3"],
         ["verify", "--deep"],
         ["export", "3", "--to", "npz", "--out", out],
-        ["compact"],
+        ["prune", "--whole"],
         ["prune", "--grace", "0"],
     ):
         assert main([words[0], address, *words[1:]]) == 0, words
@@ -909,7 +909,7 @@ def test_deltas_are_merged_behind_a_run_and_written_whole_on_an_object_store(add
     run.engine.close()
     reader = deltacheck.open(address, storage=STORAGE)
     assert any(reader.manifest(step).merged_bytes for step in reader.steps())
-    assert main(["compact", address]) == 0
+    assert main(["prune", address, "--whole"]) == 0
     reader = deltacheck.open(address, storage=STORAGE)
     assert reader.verify(deep=True) == []
     run.check()

@@ -93,7 +93,7 @@ def _branch(root: str) -> None:
 def _cli(root: str) -> None:
     with Engine(root) as engine:
         engine.save(1, _WEIGHTS).wait()
-    for words in (["ls"], ["verify", "--deep"], ["prune"], ["compact"]):
+    for words in (["ls"], ["verify", "--deep"], ["prune", "--whole"]):
         assert main([words[0], root, *words[1:]]) == 0
     for kind in ("safetensors", "orbax"):
         assert (
