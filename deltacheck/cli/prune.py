@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -37,70 +37,78 @@ def _open_for_writing(words: list[str] | None) -> Iterator[tuple[Root, Lease]]:
         lease.release()
 
 
+_KeepLast: TypeAlias = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Keep the N newest steps.")
+]
+_KeepEvery: TypeAlias = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Keep the steps whose number is a multiple of N."),
+]
+_KeepBest: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="METRIC[:MODE[:COUNT]]",
+        help=(
+            "Keep the COUNT steps (default: 1) with the best value of a metric. MODE is min"
+            " (default) or max. May be repeated."
+        ),
+    ),
+]
+_FullLast: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help=(
+            "Keep all leaves of the N newest steps and of tagged ones, and of all others only"
+            " those of --keep-leaves."
+        ),
+    ),
+]
+_KeepLeaves: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        help="Leaves that older steps keep (default: 'model/*'). May be repeated.",
+    ),
+]
+_Whole: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--whole",
+        help="Also write the newest step whole: it restores faster, and takes more bytes.",
+    ),
+]
+_Compact: TypeAlias = Annotated[
+    bool,
+    typer.Option("--compact", help="Also rewrite segments of which only a few leaves are needed."),
+]
+_Grace: TypeAlias = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        metavar="SECONDS",
+        help=(
+            "Remove a segment only this long after it was first found unneeded. Larger: slower"
+            " restores can end; smaller: space is freed sooner."
+        ),
+    ),
+]
+
+
 def prune(  # noqa: PLR0913 - one argument per option
     words: Annotated[
         list[str] | None,
         typer.Argument(metavar="[ROOT] [STEP]", help="The root, and the number of one step."),
     ] = None,
-    keep_last: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Keep the N newest steps.")
-    ] = None,
-    keep_every: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Keep the steps whose number is a multiple of N."),
-    ] = None,
-    keep_best: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="METRIC[:MODE[:COUNT]]",
-            help=(
-                "Keep the COUNT steps (default: 1) with the best value of a metric. MODE is min"
-                " (default) or max. May be repeated."
-            ),
-        ),
-    ] = None,
-    full_last: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help=(
-                "Keep all leaves of the N newest steps and of tagged ones, and of all others only"
-                " those of --keep-leaves."
-            ),
-        ),
-    ] = None,
-    keep_leaves: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN",
-            help="Leaves that older steps keep (default: 'model/*'). May be repeated.",
-        ),
-    ] = None,
-    whole: Annotated[
-        bool,
-        typer.Option(
-            "--whole",
-            help="Also write the newest step whole: it restores faster, and takes more bytes.",
-        ),
-    ] = False,
-    compact: Annotated[
-        bool,
-        typer.Option(
-            "--compact", help="Also rewrite segments of which only a few leaves are needed."
-        ),
-    ] = False,
-    grace: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help=(
-                "Remove a segment only this long after it was first found unneeded. Larger:"
-                " slower restores can end; smaller: space is freed sooner."
-            ),
-        ),
-    ] = 60.0,
+    keep_last: _KeepLast = None,
+    keep_every: _KeepEvery = None,
+    keep_best: _KeepBest = None,
+    full_last: _FullLast = None,
+    keep_leaves: _KeepLeaves = None,
+    whole: _Whole = False,
+    compact: _Compact = False,
+    grace: _Grace = 60.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Change nothing; print what would be removed.")
     ] = False,
@@ -108,14 +116,12 @@ def prune(  # noqa: PLR0913 - one argument per option
 ) -> None:
     """Delete a step, or the steps that no rule and no tag keeps, and segments that no step needs.
 
-    Without a step and a rule, no step is deleted. Refused while a training writes to the
-    root, if the step has a tag, and if no other step is left to restore.
+    Without a step and a rule, no step is deleted. Refused while a training writes to the root, if
+    the step has a tag, and if no other step is left to restore.
     """
     from deltacheck.errors import Damaged
-    from deltacheck.maintain import compaction
     from deltacheck.policy import Keep
-    from deltacheck.save import root_writer
-    from deltacheck.store.collect import Collected, collect
+    from deltacheck.store.collect import Collected
 
     if keep_leaves and full_last is None:
         raise typer.BadParameter("--keep-leaves goes with --full-last")
@@ -130,54 +136,61 @@ def prune(  # noqa: PLR0913 - one argument per option
     selection = parse(words, max_steps=1)
     if selection.steps and has_rules:
         raise typer.BadParameter("give either a step or rules")
-    compacted: Compacted | None = None
-    rewritten: tuple[Rewritten, ...] = ()
+    deletes = bool(selection.steps) or has_rules
     with _open_for_writing([selection.root]) as (root, lease):
-        if selection.steps:
-            step = _only_number(root, selection.steps[0])
-            pruned = root_writer.delete(root, step, dry_run=dry_run, still_ours=lease.check)
-        else:
-            pruned = root_writer.prune(root, keep, dry_run=dry_run, still_ours=lease.check)
+        pruned = _delete(root, lease, selection.steps, keep, dry_run)
         try:
-            # Segments are written before the collection, which can then remove the old ones in the
-            # same run.
-            if whole and not dry_run:
-                compacted = compaction.compact(root)
-            if compact:
-                rewritten = compaction.reclaim(root, dry_run=dry_run)
-            # The writer of a manager root may be another library. Segments that are newer than
-            # every step may then belong to a save in progress.
-            collected = collect(
-                root,
-                grace_seconds=grace,
-                dry_run=dry_run,
-                writer_is_dead=not root.is_manager_root,
-                still_ours=lease.check,
-            )
+            freed = _free(root, lease, whole, compact, grace, dry_run)
         except Damaged as error:
-            if whole or compact or not (selection.steps or has_rules):
+            if whole or compact or not deletes:
                 raise
             # Steps were deleted all the same, which is the result.
             output.warn(str(error))
-            collected = Collected((), (), 0)
+            freed = _Freed(Collected((), (), 0))
     if as_json:
+        result = asdict(pruned) | asdict(freed) | asdict(freed.collected)
+        del result["collected"]
         output.print_json(
-            {
-                "root": str(root.path),
-                "dry_run": dry_run,
-                **asdict(pruned),
-                "compacted": None if compacted is None else asdict(compacted),
-                "grace_seconds": grace,
-                **asdict(collected),
-                "rewritten": [asdict(segment) for segment in rewritten],
-            }
+            {"root": str(root.path), "dry_run": dry_run, "grace_seconds": grace, **result}
         )
         return
-    if selection.steps or has_rules:
+    if deletes:
         _print_pruned(pruned, keep, dry_run)
     if whole:
-        output.print_line(_wholeness(compacted, dry_run))
-    _print_collected(collected, rewritten, grace, dry_run)
+        output.print_line(_wholeness(freed.compacted, dry_run))
+    _print_collected(freed, grace, dry_run)
+
+
+@dataclass(frozen=True, slots=True)
+class _Freed:
+    """What was done to the segments of a root; see the functions of ``maintain.compaction``."""
+
+    collected: Collected
+    compacted: Compacted | None = None
+    rewritten: tuple[Rewritten, ...] = ()
+
+
+def _free(
+    root: Root, lease: Lease, whole: bool, compact: bool, grace: float, dry_run: bool
+) -> _Freed:
+    """Remove the segments that no step needs, after those that are rewritten."""
+    from deltacheck.maintain import compaction
+    from deltacheck.store.collect import collect
+
+    # Segments are written before the collection, which can then remove the old ones in the same
+    # run.
+    compacted = compaction.compact(root) if whole and not dry_run else None
+    rewritten = compaction.reclaim(root, dry_run=dry_run) if compact else ()
+    collected = collect(
+        root,
+        grace_seconds=grace,
+        dry_run=dry_run,
+        # The writer of a manager root may be another library. Segments that are newer than every
+        # step may then belong to a save in progress.
+        writer_is_dead=not root.is_manager_root,
+        still_ours=lease.check,
+    )
+    return _Freed(collected, compacted, rewritten)
 
 
 def _wholeness(result: Compacted | None, dry_run: bool) -> str:
@@ -193,8 +206,15 @@ def _wholeness(result: Compacted | None, dry_run: bool) -> str:
     )
 
 
-def _only_number(root: Root, step: int | str | None) -> int:
-    """Return the number of the step to delete."""
+def _delete(
+    root: Root, lease: Lease, steps: Sequence[int | str | None], keep: Keep, dry_run: bool
+) -> Pruned:
+    """Delete the step that is given, if one is, else the steps that no rule keeps."""
+    from deltacheck.save import root_writer
+
+    if not steps:
+        return root_writer.prune(root, keep, dry_run=dry_run, still_ours=lease.check)
+    (step,) = steps
     # ``latest`` and a tag may mean another step by the time that the lease is held.
     if not isinstance(step, int):
         raise typer.BadParameter("name the step to delete by its number")
@@ -203,7 +223,7 @@ def _only_number(root: Root, step: int | str | None) -> int:
             f"step {step} is the only one of {root.path}, and nothing could be restored without"
             " it; remove the root itself if you need none of it"
         )
-    return step
+    return root_writer.delete(root, step, dry_run=dry_run, still_ours=lease.check)
 
 
 def _print_pruned(result: Pruned, keep: Keep, dry_run: bool) -> None:
@@ -220,10 +240,9 @@ def _print_pruned(result: Pruned, keep: Keep, dry_run: bool) -> None:
         )
 
 
-def _print_collected(
-    result: Collected, rewritten: Sequence[Rewritten], grace: float, dry_run: bool
-) -> None:
-    for segment in rewritten:
+def _print_collected(freed: _Freed, grace: float, dry_run: bool) -> None:
+    result = freed.collected
+    for segment in freed.rewritten:
         output.print_line(
             f"{segment.old} ({output.size(segment.old_bytes)}) {'would be' if dry_run else 'was'}"
             f" rewritten: {segment.leaves} of its leaves are needed"

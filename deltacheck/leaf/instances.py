@@ -96,15 +96,12 @@ def instance_of(kind: type, node: Node, plain: object, attributes: Mapping[str, 
         if node["t"] != "enum" or plain not in members:
             raise TypeError(f"{name_of(kind)} has no member {plain!r}")
         return members[cast("str", plain)]
-    if has_attributes_alone(kind) and node["t"] == "object":
-        value = object.__new__(kind)
-        vars(value).update(cast("dict[str, object]", plain))
-        return value
-    fields = _fields_of(kind)
-    if (node["t"] == "object") != (fields is not None) or has_attributes_alone(kind):
+    is_object = node["t"] == "object"
+    content = cast("dict[str, object]", plain)
+    fields = tuple(content) if is_object and has_attributes_alone(kind) else _fields_of(kind)
+    if is_object != (fields is not None):
         raise TypeError(f"{name_of(kind)} is no longer what it was when it was saved")
     if fields is not None:
-        content = cast("dict[str, object]", plain)
         if list(content) != list(fields):
             raise TypeError(f"{name_of(kind)} has the fields {fields}, saved were {list(content)}")
         if issubclass(kind, tuple):
@@ -115,17 +112,23 @@ def instance_of(kind: type, node: Node, plain: object, attributes: Mapping[str, 
             for field, item in content.items():
                 object.__setattr__(value, field, item)
     else:
-        base = _base_of(kind)
-        if _BASES[base] != node["t"]:
-            raise TypeError(f"{name_of(kind)} is a {_BASES[base]}, saved was a {node['t']}")
-        value = base.__new__(kind, *((plain,) if base is tuple else ()))
-        if base is list:
-            list.extend(value, cast("list[object]", plain))
-        elif base is not tuple:
-            for key, item in cast("dict[object, object]", plain).items():
-                base.__setitem__(value, key, item)
+        value = _container_of(kind, node, plain)
     if attributes:
         vars(value).update(attributes)
+    return value
+
+
+def _container_of(kind: type, node: Node, plain: object) -> Any:
+    """Return an instance of a subclass of dict, list or tuple."""
+    base = _base_of(kind)
+    if _BASES[base] != node["t"]:
+        raise TypeError(f"{name_of(kind)} is a {_BASES[base]}, saved was a {node['t']}")
+    value = base.__new__(kind, *((plain,) if base is tuple else ()))
+    if base is list:
+        list.extend(value, cast("list[object]", plain))
+    elif base is not tuple:
+        for key, item in cast("dict[object, object]", plain).items():
+            base.__setitem__(value, key, item)
     return value
 
 

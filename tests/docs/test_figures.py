@@ -70,12 +70,12 @@ def test_no_place_breaks_a_rule(name: str, figures: dict[str, Figure]) -> None:
         ("top-entries", 18),
         ("largest-folder", 16),
         ("import-layers", 12),
-        ("long-functions", 22),
+        ("long-functions", 21),
         ("complex-functions", 12),
         # The goal is 40,000. Lower it with each twin that goes; a new way replaces the old one.
         # `deltacheck run` took 1,000: those whom it serves have no code to put a callback into.
         # Azure took 240 (TensorStore has no driver for it), branches in buckets 50.
-        ("code-lines", 46_111),
+        ("code-lines", 45_961),
     ],
 )
 def test_a_count_stays_within_its_limit(name: str, most: int, figures: dict[str, Figure]) -> None:
