@@ -935,7 +935,7 @@ def test_memory_does_not_grow_with_the_exported_leaf(tmp_path: Path, deltacheck_
         assert peak < 2 * export.BATCH_BYTES + (8 << 20) < 80_000_000
 
 
-# --- gc -------------------------------------------------------------------------------------------
+# --- prune ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -819,7 +819,7 @@ end:	do
 
 #ifdef WITH_COLLECTOR
 /* code: deltacheck.cli.prune.gc
- * `deltacheck gc`, after `deltacheck delete` of some step or not. */
+ * `deltacheck prune`, with or without a step to delete. */
 active proctype Collector() provided (dead == 0 || HAS(dead, COLLECTOR)) {
 	byte todo, x, needed, unread;
 	/* code: deltacheck.cli.prune._open_for_writing */
