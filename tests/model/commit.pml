@@ -818,7 +818,7 @@ end:	do
 }
 
 #ifdef WITH_COLLECTOR
-/* code: deltacheck.cli.prune.gc
+/* code: deltacheck.cli.prune.prune
  * `deltacheck prune`, with or without a step to delete. */
 active proctype Collector() provided (dead == 0 || HAS(dead, COLLECTOR)) {
 	byte todo, x, needed, unread;
