@@ -163,7 +163,7 @@ def prune(  # noqa: PLR0913 - one argument per option
 
 @dataclass(frozen=True, slots=True)
 class _Freed:
-    """What was done to the segments of a root; see the functions of ``maintain.compaction``."""
+    """The work on the segments of a root; see the functions of ``maintain.compaction``."""
 
     collected: Collected
     compacted: Compacted | None = None

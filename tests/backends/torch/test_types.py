@@ -24,6 +24,7 @@ from torch.serialization import (
 import deltacheck
 from deltacheck.backends.torch import Engine, load
 from deltacheck.backends.torch.state import leaves
+from deltacheck.cli import main
 from deltacheck.errors import UnsupportedLeaf
 from deltacheck.leaf import instances
 from deltacheck.restore.content import Loaded
@@ -141,6 +142,9 @@ def test_a_named_object_comes_back_with_its_attributes(tmp_path: Path) -> None:
     assert deltacheck.open(tmp_path).restore()["s"]["scale"] == 2.0
     with pytest.raises(UnsupportedLeaf, match=r"'s' was saved as a .*Scaler.*add_safe_globals"):
         load(tmp_path)
+    file = tmp_path.parent / f"{tmp_path.name}.pt"
+    assert main(["export", str(tmp_path), "--out", str(file)]) == 0
+    assert torch.load(file, weights_only=True)["s"]["scale"] == 2.0
     with (
         safe_globals([(type("Scaler", (dict,), {}), instances.name_of(Scaler))]),
         pytest.raises(UnsupportedLeaf, match="no longer what it was"),
