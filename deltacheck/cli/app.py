@@ -68,9 +68,6 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
     "Keep and move": {
         "tag run 1 baseline": prune.tag,
         "prune run --keep-last 2 --keep-best loss:min:3 --dry-run": prune.prune,
-        "delete run 0 --dry-run": prune.delete,
-        "gc run --dry-run": prune.gc,
-        "compact run": prune.compact,
         "export run latest --to hf --out model-folder": export_command.export,
         "import imported model.safetensors --step 4": import_command.import_files,
         "branch run latest --to other-run": places.branch,

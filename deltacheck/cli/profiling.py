@@ -181,7 +181,6 @@ def _rows(profile: Profile) -> list[Row]:
                 "density": median(densities) if densities else None,
                 "drift": median(drifts) if drifts else None,
                 "drift_unit": leaves[0].drift_unit,
-                "exact_bytes": median(leaf.exact_bytes for leaf in leaves),
                 "stable_from": int(median(starts)) if starts else None,
             }
         )
@@ -197,7 +196,6 @@ def _print(profile: Profile, rows: list[Row]) -> None:
         Column("CHANGED", "density", output.share),
         Column("DRIFT", "drift", output.number),
         Column("UNIT", "drift_unit", left=True),
-        Column("EXACT B/ELEMENT", "exact_bytes", output.number),
         Column("STABLE FROM", "stable_from"),
     )
     if profile.optimizer is None:

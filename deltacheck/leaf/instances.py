@@ -1,8 +1,8 @@
 """Instances of classes that the caller has named, as containers of a state.
 
-These are named tuples, dataclasses, enumerations, and subclasses of dict, list and tuple. They are
-made again without a call of their ``__init__``, so that they get exactly the content that was
-saved.
+These are named tuples, dataclasses, enumerations, subclasses of dict, list and tuple, and objects
+that have nothing but attributes. They are made again without a call of their ``__init__``, so that
+they get exactly the content that was saved.
 """
 
 from __future__ import annotations
@@ -34,6 +34,18 @@ def is_supported(kind: type) -> bool:
     )
 
 
+def has_attributes_alone(kind: type) -> bool:
+    """Return ``True`` for a class whose instances are their ``__dict__``, and no dataclass."""
+    # Classes with content of their own, such as ``int``, have a ``__new__`` of their own.
+    new: Any = kind.__new__
+    return (
+        new is object.__new__
+        and kind.__dictoffset__ != 0
+        and not dataclasses.is_dataclass(kind)
+        and not any(map(_slots_of, kind.__mro__))
+    )
+
+
 def level_of(value: Any) -> Level:
     """Return one level of an instance of a supported class.
 
@@ -46,6 +58,8 @@ def level_of(value: Any) -> Level:
         if kind.__members__.get(value.name) is not value:
             raise UnsupportedLeaf(f"{value!r} is no single member of {name}; save its value")
         return Level({"t": "enum", "c": name, "v": value.name})
+    if has_attributes_alone(kind):
+        return Level({"t": "object", "c": name}, list(vars(value).items()))
     fields = _fields_of(kind)
     if fields is None:
         base = _base_of(kind)
@@ -82,11 +96,12 @@ def instance_of(kind: type, node: Node, plain: object, attributes: Mapping[str, 
         if node["t"] != "enum" or plain not in members:
             raise TypeError(f"{name_of(kind)} has no member {plain!r}")
         return members[cast("str", plain)]
-    fields = _fields_of(kind)
-    if (node["t"] == "object") != (fields is not None):
+    is_object = node["t"] == "object"
+    content = cast("dict[str, object]", plain)
+    fields = tuple(content) if is_object and has_attributes_alone(kind) else _fields_of(kind)
+    if is_object != (fields is not None):
         raise TypeError(f"{name_of(kind)} is no longer what it was when it was saved")
     if fields is not None:
-        content = cast("dict[str, object]", plain)
         if list(content) != list(fields):
             raise TypeError(f"{name_of(kind)} has the fields {fields}, saved were {list(content)}")
         if issubclass(kind, tuple):
@@ -97,17 +112,23 @@ def instance_of(kind: type, node: Node, plain: object, attributes: Mapping[str, 
             for field, item in content.items():
                 object.__setattr__(value, field, item)
     else:
-        base = _base_of(kind)
-        if _BASES[base] != node["t"]:
-            raise TypeError(f"{name_of(kind)} is a {_BASES[base]}, saved was a {node['t']}")
-        value = base.__new__(kind, *((plain,) if base is tuple else ()))
-        if base is list:
-            list.extend(value, cast("list[object]", plain))
-        elif base is not tuple:
-            for key, item in cast("dict[object, object]", plain).items():
-                base.__setitem__(value, key, item)
+        value = _container_of(kind, node, plain)
     if attributes:
         vars(value).update(attributes)
+    return value
+
+
+def _container_of(kind: type, node: Node, plain: object) -> Any:
+    """Return an instance of a subclass of dict, list or tuple."""
+    base = _base_of(kind)
+    if _BASES[base] != node["t"]:
+        raise TypeError(f"{name_of(kind)} is a {_BASES[base]}, saved was a {node['t']}")
+    value = base.__new__(kind, *((plain,) if base is tuple else ()))
+    if base is list:
+        list.extend(value, cast("list[object]", plain))
+    elif base is not tuple:
+        for key, item in cast("dict[object, object]", plain).items():
+            base.__setitem__(value, key, item)
     return value
 
 

@@ -18,7 +18,7 @@ import re
 import struct
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 from urllib.parse import unquote
 
 from deltacheck.errors import Damaged, DuplicatePath, UnsupportedLeaf
@@ -419,17 +419,17 @@ def _no_array(path: str, owner: str, tag: str | None) -> object:
     raise Damaged(f"tree skeleton has an array in an attribute, at {path!r}")
 
 
-_SCALARS: Mapping[str, Callable[[Json], object]] = {
+_SCALARS: Mapping[str, Callable[[Any], object]] = {
     "none": lambda v: None,
-    "bool": lambda v: bool(v),
-    "int": lambda v: int(cast("str", v)),
-    "float": lambda v: _float_of(cast("str", v)),
-    "complex": lambda v: complex(*(_float_of(part) for part in cast("list[str]", v))),
-    "str": lambda v: str(v),
+    "bool": bool,
+    "int": int,
+    "float": _float_of,
+    "complex": lambda v: complex(*map(_float_of, v)),
+    "str": str,
     # Without ``validate``, foreign characters would be skipped silently.
-    "bytes": lambda v: base64.b64decode(cast("str", v), validate=True),
+    "bytes": lambda v: base64.b64decode(v, validate=True),
     # The name of the member. A reader that does not know the class returns the name.
-    "enum": lambda v: str(v),
+    "enum": str,
     "json": long_lists.value_of,
 }
 

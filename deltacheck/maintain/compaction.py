@@ -39,7 +39,7 @@ _SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """The result of ``compact``. The field names are keys of ``deltacheck compact --json``.
+    """The result of ``compact``. The field names are keys in ``deltacheck prune --json``.
 
     Attributes:
         step: Training step.
@@ -101,7 +101,7 @@ def compact(root: Root) -> Compacted | None:
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A segment that was rewritten. The field names are keys of ``deltacheck gc --json``.
+    """A segment that was rewritten. The field names are keys in ``deltacheck prune --json``.
 
     Attributes:
         old: Identifier of the old segment.

@@ -99,7 +99,7 @@ def repair(
         root: Root to repair.
         dry_run: If true, change nothing.
         lossy: If false, lost steps stay as they are. If true, they and manifests that cannot be
-            read are set aside: the newest step restores and ``gc`` works again, but the sound
+            read are set aside: the newest step restores and ``prune`` works again, but the sound
             leaves of these steps are set aside too.
         result: A result to add to. Default: a new one.
 

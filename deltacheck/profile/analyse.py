@@ -174,9 +174,6 @@ def _leaf(path: str, history: History, start: int | None, confidence: float) -> 
     series = [(o.step, o.leaves[path]) for o in history.observed if path in o.leaves]
     steps = tuple(step for step, _ in series)
     densities = tuple(m.density for _, m in series)
-    late = [m for step, m in series if start is None or step >= start]
-    # Without a stable stage, the second half of the run stands for its present behaviour.
-    late = late[len(late) // 2 if start is None else 0 :]
     kind = _kind(facts, densities, start)
     return LeafProfile(
         path,
@@ -187,7 +184,6 @@ def _leaf(path: str, history: History, start: int | None, confidence: float) -> 
         Curve(steps, densities),
         Curve(steps, tuple(m.drift for _, m in series)),
         unit_of(facts.role, bool(history.observed and history.observed[-1].rates)),
-        0.0 if kind == "derived" else _mean([m.exact_bytes for m in late]),
         facts.derived_from,
         facts.how,
         start,
@@ -211,10 +207,6 @@ def _kind(facts: LeafFacts, densities: Sequence[float], start: int | None) -> st
     if start is not None:
         return "stable-changing"
     return "sparse" if densities and median(densities) <= SPARSE_DENSITY else "active"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 def _interval(observed: Sequence[Observed]) -> int:

@@ -1,4 +1,4 @@
-"""Measurements on two samples of a state: change, drift and bytes of an exact code of each leaf."""
+"""Measurements on two samples of a state: change and drift of each leaf."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from deltacheck.policy import adam
 from deltacheck.policy.parameters import Hyperparameters, Parameter, Roles, hyperparameters
 from deltacheck.policy.roles import prove
-from deltacheck.profile.entropy import exact_bytes, words_of
 from deltacheck.profile.record import AdamRule
 from deltacheck.profile.sample import SamplePlan
 
@@ -33,13 +32,11 @@ class Measured(msgspec.Struct, frozen=True, omit_defaults=True):
         drift: The size of the change in the unit of its role (see ``LeafProfile``), 0 if it cannot
             be measured.
         violations: For second moments: the number of elements with m^2 > C v.
-        exact_bytes: The bytes per element of the best exact code.
     """
 
     density: float
     drift: float = 0.0
     violations: int = 0
-    exact_bytes: float = 0.0
 
 
 class Observed(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -124,6 +121,17 @@ def _same(first: NDArray[np.generic], second: NDArray[np.generic]) -> bool:
     return bool(np.array_equal(words_of(first), words_of(second)))
 
 
+def words_of(sample: NDArray[np.generic]) -> NDArray[np.unsignedinteger]:
+    """Return the bit patterns of a sample, as unsigned words of at most 8 bytes."""
+    size = sample.dtype.itemsize
+    contiguous = np.ascontiguousarray(sample)
+    return (
+        contiguous.view(f"u{size}")
+        if size <= 8
+        else contiguous.view(np.uint64).reshape(*sample.shape[:-1], -1)
+    )
+
+
 def measure(
     plan: SamplePlan,
     before: Samples,
@@ -141,26 +149,22 @@ def measure(
         rules_by_name: The result of ``rules`` for the newer state.
     """
     roles_of = plan.roles.of()
-    role = {path: roles_of[path][0] if path in roles_of else "other" for path in after}
-    code_bytes = exact_bytes({path: (role[path], before[path], after[path]) for path in after})
     result = {}
     for path, current in after.items():
         old = before[path]
-        changed = words_of(old) != words_of(current)
-        measured = Measured(float(changed.mean()), exact_bytes=code_bytes[path])
-        if role[path] != "other" and str(current.dtype) in _NUMBERS:
-            parameter = roles_of[path][1]
-            rule, rate = rules_by_name.get(parameter.name, (None, None))
-            if role[path] in ("weight", "master"):
-                measured = msgspec.structs.replace(measured, drift=_in_rates(old, current, rate))
-            elif role[path] == "second_moment":
+        drift, violations = 0.0, 0
+        if str(current.dtype) in _NUMBERS:
+            role, parameter = roles_of.get(path, ("other", None))
+            rule, rate = rules_by_name.get(parameter.name if parameter else "", (None, None))
+            if role in ("weight", "master"):
+                drift = _in_rates(old, current, rate)
+            elif role == "second_moment" and parameter is not None:
                 first = after.get(parameter.first or "")
-                measured = _second_moment(measured, old, current, first, rule, counts)
+                drift, violations = _second_moment(old, current, first, rule, counts)
             else:
-                measured = msgspec.structs.replace(measured, drift=_relative(old, current))
-        elif str(current.dtype) in _NUMBERS:
-            measured = msgspec.structs.replace(measured, drift=_relative(old, current))
-        result[path] = measured
+                drift = _relative(old, current)
+        density = float((words_of(old) != words_of(current)).mean())
+        result[path] = Measured(density, drift, violations)
     return result
 
 
@@ -185,14 +189,13 @@ def _finite(value: float) -> float:
 
 
 def _second_moment(
-    measured: Measured,
     before: NDArray[np.generic],
     after: NDArray[np.generic],
     first: NDArray[np.generic] | None,
     rule: AdamRule | None,
     counts: tuple[int, int],
-) -> Measured:
-    """Return ``measured`` with the drift of a second moment, and its violations of Adam's law.
+) -> tuple[float, int]:
+    """Return the drift of a second moment, and its violations of Adam's law.
 
     The drift is that of the moment which a reuse would restore: the older one, rescaled.
     """
@@ -209,4 +212,4 @@ def _second_moment(
     if rule is not None and first is not None and first.shape == after.shape:
         limit = adam.moment_limit(rule.beta1, rule.beta2)
         violations = adam.law_violations(first.astype(np.float32), live, limit)
-    return msgspec.structs.replace(measured, drift=_finite(drift), violations=violations)
+    return _finite(drift), violations

@@ -69,8 +69,6 @@ class LeafProfile(msgspec.Struct, frozen=True, omit_defaults=True):
         drift_unit: ``lr`` (root mean square change over the learning rate, for weights and
             masters), ``octaves`` (median ``|log2|`` of the ratio, for second moments) or
             ``relative`` (relative L2 change).
-        exact_bytes: The bytes per element that the best lossless code takes, estimated from the
-            order-0 entropy of the sample.
         derived_from: The leaf that this one is computed from; empty for other kinds.
         how: The rule of that computation, ``cast`` or ``same``.
         stable_from: The stable start if the drift of this second moment alone decided, ``None`` if
@@ -86,7 +84,6 @@ class LeafProfile(msgspec.Struct, frozen=True, omit_defaults=True):
     density: Curve
     drift: Curve
     drift_unit: str
-    exact_bytes: float
     derived_from: str = ""
     how: str = ""
     stable_from: int | None = None

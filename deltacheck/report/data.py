@@ -144,7 +144,7 @@ class Record:
     Attributes:
         root: Path of the root.
         total_bytes: Size of all manifests, and of the segments that they name. The root may hold
-            other segments, which ``deltacheck gc`` removes.
+            other segments, which ``deltacheck prune`` removes.
         writers: The processes that wrote the steps.
         steps: The checkpoints, oldest first.
         groups: Rows of the heat map, name -> leaf paths.

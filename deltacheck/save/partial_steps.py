@@ -1,7 +1,7 @@
 """Remove leaves from committed steps, so that the history of a run has weights only.
 
-The manifest of a step is replaced in one rename. Segments are not changed: ``gc`` removes those
-that no step needs any more, and ``gc --compact`` writes the others again without such leaves.
+The manifest of a step is replaced in one rename. Segments are not changed: ``prune`` removes those
+that no step needs any more, and ``prune --compact`` writes the others again without such leaves.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Course:
             "%s has %d %s that this process has not restored (%s), and step %d does not follow"
             " them: it begins another course of the run. They stay whatever Keep(last=...) says. To"
             " go on with them, call restore() before the first save; to keep the runs apart, save"
-            " to another root; to remove one: deltacheck delete ROOT STEP",
+            " to another root; to remove one: deltacheck prune ROOT STEP",
             self._roots[0].path,
             len(steps),
             "step" if len(steps) == 1 else "steps",
@@ -273,9 +273,9 @@ def prune(
         StepNotFound: The root is one of a ``CheckpointManager``, whose steps are Orbax's.
         RootBusy: The right to write has been lost.
     """
-    _refuse_manager(root)
     if keep.all_steps and keep.all_leaves:
         return Pruned(_checkpoints(root.briefs()[0].values()), ())
+    _refuse_manager(root)
     # Held from before the tags are read until the last deletion (docs/reference/format.md, section
     # 3.1). A tag that is added in between would name a deleted checkpoint.
     with tags.lock(root.store.path):
@@ -305,7 +305,7 @@ def prune(
 
 def delete(
     root: Root, step: int, *, dry_run: bool = False, still_ours: Callable[[], None] | None = None
-) -> tuple[Checkpoint, ...]:
+) -> Pruned:
     """Delete every checkpoint of a training step. Its segments stay until they are collected.
 
     Args:
@@ -315,7 +315,7 @@ def delete(
         still_ours: Raises if the right to write has been lost.
 
     Returns:
-        The deleted checkpoints, oldest first.
+        The checkpoints that stay and those that were deleted.
 
     Raises:
         StepNotFound: There is no such step.
@@ -346,7 +346,7 @@ def delete(
         checkpoints = _checkpoints(briefs)
         if not dry_run:
             _delete_all(root, checkpoints, still_ours)
-    return checkpoints
+    return Pruned(_checkpoints(b for b in every if b.step != step), checkpoints)
 
 
 def _delete_all(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from deltacheck.errors import RootBusy
 from deltacheck.store import layout
-from deltacheck.store.documents import Written, encode_manifest, read_manifest
+from deltacheck.store.documents import Written, encode_manifest, manifest_digest, read_manifest
 from deltacheck.store.files import arrays
 from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import Durability
@@ -79,7 +79,7 @@ def commit(
         # The save fails, so the step must not be listed.
         _withdraw(root, manifest)
         raise
-    return Written.of(content)
+    return Written(len(content), manifest_digest(content))
 
 
 def _withdraw(root: Place, manifest: Manifest) -> None:

@@ -274,11 +274,6 @@ class Written(NamedTuple):
     stored_bytes: int
     digest: str
 
-    @classmethod
-    def of(cls, content: bytes) -> Written:
-        """Return the result for a manifest's content."""
-        return cls(len(content), manifest_digest(content))
-
 
 _CHECKS: Mapping[type[Any], Any] = {
     Manifest: validation.check_manifest,

@@ -50,8 +50,7 @@ COMMANDS = (
     "verify",
     "export",
     "repair",
-    "gc",
-    "compact",
+    "prune",
     "profile",
     "report",
     "plan",
@@ -582,7 +581,13 @@ def test_a_damaged_manifest_is_found_and_never_passed_over_in_silence(
         assert deltacheck_("show", damaged, step).code == 4
         assert deltacheck_("export", damaged, step, "--out", damaged.parent / "x.npz").code == 4
     assert deltacheck_("show", damaged, 10).code == 0
-    assert deltacheck_("gc", damaged).code == 4  # what the manifest needs is unknown
+    segments = sorted((damaged / "segments").iterdir())
+    assert deltacheck_("prune", damaged).code == 4  # what the manifest needs is unknown
+    pruned = deltacheck_("prune", damaged, "--keep-last", 1, "--grace", 0, "--json")
+    assert pruned.code == 0
+    assert ([row["step"] for row in pruned.json["deleted"]], pruned.json["removed"]) == ([0], [])
+    assert str(manifest) in json.loads(pruned.err)["warning"]["message"]
+    assert sorted((damaged / "segments").iterdir()) == segments
 
 
 def test_a_missing_segment_is_shown_where_it_is_missed(damaged: Path, deltacheck_: Command) -> None:
@@ -930,7 +935,7 @@ def test_memory_does_not_grow_with_the_exported_leaf(tmp_path: Path, deltacheck_
         assert peak < 2 * export.BATCH_BYTES + (8 << 20) < 80_000_000
 
 
-# --- gc -------------------------------------------------------------------------------------------
+# --- prune ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -950,10 +955,10 @@ def test_gc_removes_what_no_step_needs(littered: tuple[Path, str], deltacheck_: 
     root, litter = littered
     needed, *unneeded = sorted(path.name for path in (root / "segments").glob("s*"))
     assert unneeded[-1] == litter
-    planned = deltacheck_("gc", root, "--dry-run", "--grace", 0, "--json").json
+    planned = deltacheck_("prune", root, "--dry-run", "--grace", 0, "--json").json
     assert planned["removed"] == unneeded
     assert sorted(path.name for path in (root / "segments").glob("s*")) == [needed, *unneeded]
-    done = deltacheck_("gc", root, "--grace", 0, "--json").json
+    done = deltacheck_("prune", root, "--grace", 0, "--json").json
     assert (done["removed"], done["waiting"], done["dry_run"]) == (unneeded, [], False)
     assert done["freed_bytes"] == planned["freed_bytes"] > 1000
     assert [path.name for path in (root / "segments").glob("s*")] == [needed]
@@ -962,8 +967,8 @@ def test_gc_removes_what_no_step_needs(littered: tuple[Path, str], deltacheck_: 
 
 def test_gc_lets_readers_finish_first(littered: tuple[Path, str], deltacheck_: Command) -> None:
     root, litter = littered
-    first = deltacheck_("gc", root)
-    assert "run gc again" in first.out
+    first = deltacheck_("prune", root)
+    assert "run prune again" in first.out
     assert (root / "segments" / litter).exists()
 
 
@@ -972,10 +977,10 @@ def test_gc_is_refused_while_a_training_writes(
 ) -> None:
     with Engine(damaged):
         for options in ((), ("--dry-run",)):
-            refused = deltacheck_("gc", damaged, *options)
+            refused = deltacheck_("prune", damaged, *options)
             assert refused.code == 5
             assert "is being written by this process: it was opened at " in refused.err
-    assert deltacheck_("gc", damaged).code == 0
+    assert deltacheck_("prune", damaged).code == 0
     take_lease(damaged).release()  # and gc has given it back
 
 
@@ -1024,11 +1029,11 @@ def test_gc_of_a_manager_root_spares_what_a_save_under_way_may_need(
     segments = manager_root / "deltacheck" / "segments"
     (segments / "s0000000009-0123abcd").mkdir()  # newer than every step
     shutil.rmtree(manager_root / "25" / "default")
-    done = deltacheck_("gc", manager_root, "--grace", 0, "--json").json
+    done = deltacheck_("prune", manager_root, "--grace", 0, "--json").json
     assert done["removed"] == []  # the other item still needs every segment
     shutil.rmtree(manager_root / "10")
     shutil.rmtree(manager_root / "0")
-    assert deltacheck_("gc", manager_root, "--grace", 0, "--json").json["removed"] == []
+    assert deltacheck_("prune", manager_root, "--grace", 0, "--json").json["removed"] == []
     assert deltacheck_("verify", manager_root, "--deep").code == 0
 
 
@@ -1053,7 +1058,7 @@ def command_lines(root: object) -> list[list[str]]:
         ["show", name, "0"],
         ["diff", name, "0", "10"],
         ["verify", name],
-        ["gc", name],
+        ["prune", name],
         ["export", name, "0", "--to", "npz"],
     ]
     return [*lines, ["report", name, "-o", f"{name}.html"], ["plan", name, *SPEEDS]]
@@ -1132,7 +1137,9 @@ def test_no_damaged_file_ends_in_a_traceback(
         ["verify", "a", "1", "2"],
         ["export", "a", "1"],
         ["export", "a", "1", "--to", "pickle"],
-        ["gc", "a", "--grace", "-1"],
+        ["prune", "a", "--grace", "-1"],
+        ["prune", "a", "1", "--keep-last", "1"],
+        ["prune", "a", "--keep-leaves", "w"],
         ["log", "a", "--by-class", "0"],
         ["report", "a", "b"],
         ["plan", "a", "--processes", "0"],
@@ -1195,7 +1202,9 @@ def test_control_characters_from_disk_never_reach_a_terminal(
     assert "[bold]x" in out
 
 
-@pytest.mark.parametrize("line", [["ls"], ["show", "25", "--json"], ["--help"], ["gc", "--help"]])
+@pytest.mark.parametrize(
+    "line", [["ls"], ["show", "25", "--json"], ["--help"], ["prune", "--help"]]
+)
 def test_a_closed_pipe_ends_the_command_without_a_message(run: Run, line: list[str]) -> None:
     read, write = os.pipe()
     os.close(read)
@@ -1253,7 +1262,7 @@ def test_help_groups_the_commands(deltacheck_: Command) -> None:
     titles = ["Train", "Inspect", "Check and repair", "Keep and move", "Plan and measure"]
     positions = [shown.index(f" {title} ") for title in titles]
     assert positions == sorted(positions)
-    for command, title in (("run", 0), ("ls", 1), ("verify", 2), ("prune", 3), ("compact", 3)):
+    for command, title in (("run", 0), ("ls", 1), ("verify", 2), ("prune", 3)):
         line = next(line for line in shown.splitlines() if line.startswith(f"│ {command} "))
         assert positions[title] < shown.index(line) < positions[title + 1]
 
@@ -1327,7 +1336,7 @@ def test_every_key_of_every_document_is_documented(
         for row in cli_page().split("## JSON")[1].splitlines()
         if row.startswith("| `")
     }
-    lines = (["ls"], ["show", 25], ["log", "--by-class", 1], ["diff", 0, 25], ["verify"], ["gc"])
+    lines = (["ls"], ["show", 25], ["log", "--by-class", 1], ["diff", 0, 25], ["verify"], ["prune"])
     more = (
         ["export", 0, "--out", tmp_path / "x.npz"],
         ["report", "-o", tmp_path / "r.html"],

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import inspect
 import re
+from typing import Any, cast
 
 import pytest
 
 from deltacheck.backends.torch import Engine
+from deltacheck.cli.app import root_command
 from deltacheck.codec.derivation import RULES
 from deltacheck.store.manifest import FEATURES
 from tests.suites.figures import Figure, measure
@@ -68,13 +70,13 @@ def test_no_place_breaks_a_rule(name: str, figures: dict[str, Figure]) -> None:
         ("top-entries", 18),
         ("largest-folder", 16),
         ("import-layers", 12),
-        ("long-functions", 22),
+        ("long-functions", 21),
         ("complex-functions", 12),
         # The goal is 40,000. Lower it with each twin that goes; a new way replaces the old one.
         # `deltacheck run` took 1,000: those whom it serves have no code to put a callback into.
         # Azure took 240 (TensorStore has no driver for it), branches in buckets 50, and reports,
         # repairs and imports there few.
-        ("code-lines", 46_115),
+        ("code-lines", 45_961),
     ],
 )
 def test_a_count_stays_within_its_limit(name: str, most: int, figures: dict[str, Figure]) -> None:
@@ -107,6 +109,15 @@ def test_concepts_stay_within_their_limits() -> None:
     assert len(FEATURES) <= 7, FEATURES
     assert len(RULES) <= 7, RULES
     assert len(inspect.signature(Engine).parameters) <= 8
+    commands = cast("dict[str, Any]", cast("Any", root_command).commands)
+    assert len(commands) <= 20, list(commands)
+    options = [
+        parameter
+        for command in commands.values()
+        for parameter in command.params
+        if parameter.param_type_name == "option"
+    ]
+    assert len(options) <= 110, len(options)
 
 
 def number(figure: Figure) -> int:

@@ -608,8 +608,6 @@ def test_each_framework_saves_restores_and_has_a_peer(framework: str, tmp_path: 
 
 # --- from end to end ------------------------------------------------------------------------------
 
-SMALL = ["--steps", "12", "--every", "3", "--kills", "1", "--noise-seeds", "2"]
-
 
 @pytest.fixture
 def single_threaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -624,7 +622,7 @@ def test_a_sound_run_holds_and_all_measurements_are_in_the_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = tmp_path / "kept"
-    words = ["eval", "eval_workload.py:make", *SMALL, "--seeds", "1", "--json", "--keep", str(kept)]
+    words = ["eval", "eval_workload.py:make", "--quick", "--json", "--keep", str(kept)]
     code = main(words)
     printed = capsys.readouterr()
     assert code == 0, printed.out + printed.err
@@ -658,7 +656,7 @@ def test_a_sound_run_holds_and_all_measurements_are_in_the_json(
 def test_a_wrong_restore_and_a_forgotten_leaf_end_with_1_and_are_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code = main(["eval", "eval_workload.py:planted", *SMALL, "--seeds", "1"])
+    code = main(["eval", "eval_workload.py:planted", "--quick"])
     printed = capsys.readouterr().out
     assert code == 1, printed
     assert "DOES NOT HOLD: seed 1, kill 1: step" in printed

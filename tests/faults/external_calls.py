@@ -470,10 +470,10 @@ def commands(places: Places) -> None:
         ["log", root],
         ["tag", root, "2", "good"],
         ["verify", root, "--deep"],
-        ["compact", root],
+        ["prune", root, "--whole"],
         ["export", root, "2", "--to", "npz", "--out", str(places.area / "step.npz")],
-        ["delete", root, "0"],
-        ["gc", root, "--grace", "0"],
+        ["prune", root, "0"],
+        ["prune", root, "--grace", "0"],
         ["repair", root],
         ["tag", root, "--delete", "good"],
     ):

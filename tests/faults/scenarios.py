@@ -455,7 +455,7 @@ def _saved(reports: list[Any]) -> None:
 
 
 def _collection() -> Scenario:
-    """Explicit deletion of old steps and collection, as ``deltacheck gc`` does it."""
+    """Explicit deletion of old steps and collection, as ``deltacheck prune`` does it."""
 
     def act(root: Path, acknowledge: Acknowledge) -> None:
         from deltacheck.store import collect

@@ -132,13 +132,13 @@ def test_the_command_compacts_once_and_says_so(
     run: tuple[Path, dict[int, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, _ = run
-    assert main(["compact", str(path)]) == 0
+    assert main(["prune", str(path), "--whole"]) == 0
     assert "written whole" in capsys.readouterr().out
-    assert main(["compact", str(path), "--json"]) == 0
+    assert main(["prune", str(path), "--whole", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["compacted"] is None
 
 
 def test_the_command_is_refused_while_a_training_writes(run: tuple[Path, dict[int, Any]]) -> None:
     path, _ = run
     with Engine(path):
-        assert main(["compact", str(path)]) == 5
+        assert main(["prune", str(path), "--whole"]) == 5

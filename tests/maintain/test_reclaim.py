@@ -151,9 +151,9 @@ def test_the_command_rewrites_and_collects(
     run: tuple[Path, dict[int, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, states = run
-    assert main(["gc", str(root), "--compact", "--dry-run"]) == 0
+    assert main(["prune", str(root), "--compact", "--dry-run"]) == 0
     assert "would be rewritten" in capsys.readouterr().out
-    assert main(["gc", str(root), "--compact", "--grace", "0", "--json"]) == 0
+    assert main(["prune", str(root), "--compact", "--grace", "0", "--json"]) == 0
     done = json.loads(capsys.readouterr().out)
     assert {one["old"] for one in done["rewritten"]} <= set(done["removed"])
     assert done["rewritten"]

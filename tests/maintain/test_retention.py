@@ -265,7 +265,7 @@ def test_nothing_is_deleted_while_a_tag_cannot_be_read(run: Path) -> None:
         value(run, "good")
     assert deltacheck.open(run).steps() == [0, 1, 2, 3, 4]
     tagging.remove(open_root(run), "good")
-    assert root_writer.delete(open_root(run), 4) == (root_writer.Checkpoint(4, 4),)
+    assert root_writer.delete(open_root(run), 4).deleted == (root_writer.Checkpoint(4, 4),)
 
 
 def test_a_tag_whose_step_is_gone_says_so(run: Path) -> None:
@@ -387,7 +387,7 @@ def test_a_step_that_is_deleted_while_it_is_being_opened_is_named_so(run: Path) 
 # --- the commands ---------------------------------------------------------------------------------
 
 
-def test_the_commands_prune_delete_and_tag(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_prune_and_tag(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def call(*words: object) -> Any:
         assert main([*map(str, words), "--json"]) == 0
         return json.loads(capsys.readouterr().out)
@@ -405,15 +405,17 @@ def test_the_commands_prune_delete_and_tag(run: Path, capsys: pytest.CaptureFixt
     )
     assert [one["seq"] for one in call("ls", run)["steps"]] == [0, 1, 5]
     for words in (["--dry-run"], []):  # nothing is deleted the first time
-        assert call("delete", run, 0, *words)["deleted"] == [{"step": 0, "seq": 0}]
+        assert call("prune", run, 0, *words)["deleted"] == [{"step": 0, "seq": 0}]
     assert main(["ls", str(run)]) == 0
     assert "old" in capsys.readouterr().out
-    assert (main(["delete", str(run), "1"]), main(["prune", str(run)])) == (5, 2)
+    left = call("prune", run)  # without a rule no step is deleted
+    assert ([row["step"] for row in left["kept"]], left["deleted"]) == ([1, 3], [])
+    assert main(["prune", str(run), "1"]) == 5
     assert (
         main(["prune", str(run), "--keep-best", "loss:least"]),
         main(["tag", str(run), "1", "7"]),
     ) == (2, 2)
-    assert (main(["delete", str(run), "latest"]), main(["show", str(run), "@none"])) == (2, 3)
+    assert (main(["prune", str(run), "latest"]), main(["show", str(run), "@none"])) == (2, 3)
     with Engine(run):
         assert main(["prune", str(run), "--keep-last", "1"]) == 5
         assert main(["tag", str(run), "1", "beside"]) == 0

@@ -278,11 +278,11 @@ def test_repair_says_which_leaves_in_tiles_are_lost(copied: Saved, tool: Any) ->
 
 
 def test_gc_and_its_compaction_keep_every_step_that_is_left(copied: Saved, tool: Any) -> None:
-    tool("delete", copied.root, 0)
+    tool("prune", copied.root, 0)
     tool("prune", copied.root, "--keep-last", 2)
-    tool("gc", copied.root, "--grace", 0)
+    tool("prune", copied.root, "--grace", 0)
     assert_whole(copied, [2, 3])
-    assert tool("gc", copied.root, "--grace", 0, "--compact")
+    assert tool("prune", copied.root, "--grace", 0, "--compact")
     assert_whole(copied, [2, 3])
 
 
@@ -292,7 +292,7 @@ def test_old_steps_of_ranks_keep_weights_only(
     options = ("--full-last", 1, "--keep-leaves", "model/*")
     assert [row["step"] for row in tool("prune", copied.root, *options)["partial"]] == [0, 1, 2]
     reclaim(open_root(copied.root), below=0.9)
-    tool("gc", copied.root, "--grace", 0)
+    tool("prune", copied.root, "--grace", 0)
     opened = deltacheck.open(copied.root)
     assert opened.verify(deep=True) == []
     assert_same(in_order(opened.restore(3)), in_order(copied.states[3]))
@@ -324,9 +324,9 @@ def test_segments_of_one_save_that_are_written_again_take_their_place_in_order(
                 run.save(step, state)
                 for k in range(3):
                     state[f"w{k}"] += 1
-        tool("delete", saved.root, 0)
-        tool("delete", saved.root, 1)
-        found = tool("gc", saved.root, "--grace", 0, "--compact")
+        tool("prune", saved.root, 0)
+        tool("prune", saved.root, 1)
+        found = tool("prune", saved.root, "--grace", 0, "--compact")
         assert found
         assert_whole(saved, [2, 3])
 
@@ -334,7 +334,7 @@ def test_segments_of_one_save_that_are_written_again_take_their_place_in_order(
 def test_compact_takes_every_delta_from_the_newest_step_and_its_chains_go_on(
     copied: Saved, tool: Any
 ) -> None:
-    done = tool("compact", copied.root)["compacted"]
+    done = tool("prune", copied.root, "--whole")["compacted"]
     assert (done["step"], done["deltas"]) == (3, 3)
     assert_whole(copied)
     row = next(row for row in tool("show", copied.root, 3)["leaves"] if row["path"] == BIG)
@@ -352,9 +352,9 @@ def test_compact_takes_every_delta_from_the_newest_step_and_its_chains_go_on(
 def test_ranks_that_share_no_leaf_can_be_compacted_and_freed(tmp_path: Path, tool: Any) -> None:
     saved = Saved(tmp_path / "root", save_steps(tmp_path / "root", 3, stages, 3))
     assert open_root(saved.root).manifest().tiles == {}
-    tool("compact", saved.root)
-    tool("delete", saved.root, 0)
-    tool("gc", saved.root, "--grace", 0, "--compact")
+    tool("prune", saved.root, "--whole")
+    tool("prune", saved.root, 0)
+    tool("prune", saved.root, "--grace", 0, "--compact")
     assert_whole(saved, [1, 2])
 
 
@@ -362,7 +362,7 @@ def test_a_branch_and_a_tag_of_a_tiled_step(copied: Saved, tool: Any, tmp_path: 
     tool("tag", copied.root, 1, "good")
     tool("branch", copied.root, "@good", "--to", tmp_path / "branch")
     assert_whole(Saved(tmp_path / "branch", copied.states), [1])
-    assert main(["delete", str(copied.root), "1"]) == 5  # it has a tag
+    assert main(["prune", str(copied.root), "1"]) == 5  # it has a tag
     assert_whole(copied)
 
 

@@ -818,8 +818,8 @@ end:	do
 }
 
 #ifdef WITH_COLLECTOR
-/* code: deltacheck.cli.prune.gc
- * `deltacheck gc`, after `deltacheck delete` of some step or not. */
+/* code: deltacheck.cli.prune.prune
+ * `deltacheck prune`, with or without a step to delete. */
 active proctype Collector() provided (dead == 0 || HAS(dead, COLLECTOR)) {
 	byte todo, x, needed, unread;
 	/* code: deltacheck.cli.prune._open_for_writing */

@@ -162,27 +162,7 @@ def test_the_unit_of_a_drift_is_that_of_the_role() -> None:
     assert leaves["optimizer/state/11/master"].drift_unit == "lr"
 
 
-def test_sizes_are_of_the_order_that_was_measured() -> None:
-    """Compare with measured sizes per element, of 4 bytes.
-
-    fp32 masters 1.3 to 2.4, exp_avg about 3.4, exp_avg_sq 1.6 to 2.9. bf16 weights take nothing,
-    because they are the cast of their masters.
-    """
-    sizes = {
-        role: [
-            leaf.exact_bytes
-            for leaf in profile("plain").leaves.values()
-            if leaf.role == role and len(leaf.shape) == 2
-        ]
-        for role in ("master", "first_moment", "second_moment", "weight")
-    }
-    for role, (low, high) in {
-        "master": (1.0, 2.6),
-        "first_moment": (3.2, 3.6),
-        "second_moment": (1.6, 3.0),
-        "weight": (0, 0),
-    }.items():
-        assert all(low <= size <= high for size in sizes[role]), (role, sizes[role])
+def test_weights_of_a_narrow_type_are_the_cast_of_their_masters() -> None:
     matrices = [
         leaf
         for leaf in profile("plain").leaves.values()
@@ -275,7 +255,6 @@ def test_a_run_of_numpy_arrays_is_told_apart_into_its_kinds() -> None:
         ("master/b", "cast"),  # ones, that such steps do not move
         ("params/a", "same"),
     }
-    assert result.leaves["params/frozen"].exact_bytes == 0
     assert result.leaves["params/frozen"].density.values == (0.0,) * 12
     assert result.interval_steps == 10
     assert result.optimizer == AdamRule(float(np.float32(0.9)), float(np.float32(0.999)), 1e-8)
@@ -385,29 +364,16 @@ def test_a_resume_forgets_the_steps_that_are_done_again() -> None:
     assert result.loss.steps == (1, 11, 21, 26, 36, 46)
 
 
-def test_an_exact_code_takes_what_its_entropy_says() -> None:
-    """Compare with known entropies.
-
-    Sparse changes take their positions and two bytes each. Noise takes all its bytes, although no
-    byte string is repeated in a small sample.
-    """
+def test_a_leaf_of_which_few_elements_change_is_sparse() -> None:
     random = np.random.default_rng(0)
-    tree = {"noise": np.float32(0), "sparse": random.integers(0, 1 << 16, (64, 64), np.uint16)}
     profiler = Profiler(interval_steps=1)
-    for step in range(2):
-        tree["noise"] = random.integers(0, 1 << 32, (64, 16), np.uint32)
-        moved = tree["sparse"].copy()
-        moved.reshape(-1)[random.choice(4096, 204, replace=False)] += random.integers(
-            1, 1 << 16, 204, np.uint16
-        )
-        tree["sparse"] = moved
-        profiler.observe(step, tree)
-    leaves = profiler.profile().leaves
-    share = leaves["sparse"].density.values[0]
-    place_bytes = -(share * np.log2(share) + (1 - share) * np.log2(1 - share)) / 8
-    assert leaves["sparse"].exact_bytes == pytest.approx(place_bytes + 2 * share, rel=0.1)
-    assert leaves["sparse"].kind == "sparse"
-    assert leaves["noise"].exact_bytes == pytest.approx(4, abs=0.05)
+    table = np.zeros((64, 64), np.uint16)
+    for step in range(3):
+        table = table.copy()
+        table.reshape(-1)[random.choice(4096, 204, replace=False)] += 1
+        profiler.observe(step, {"sparse": table, "dense": table + step})
+    kinds = {path: leaf.kind for path, leaf in profiler.profile().leaves.items()}
+    assert kinds == {"sparse": "sparse", "dense": "active"}
 
 
 def test_an_embedding_is_a_class_of_its_own() -> None:

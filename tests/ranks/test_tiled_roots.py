@@ -196,6 +196,10 @@ def planned(found: Any) -> Any:
     return {name: found[name] for name in kept} | bytes_
 
 
+def steps_of(pruned: dict[str, Any]) -> dict[str, Any]:
+    return {key: pruned[key] for key in ("kept", "deleted", "partial")}
+
+
 COMMANDS: dict[str, tuple[list[object], Callable[[Any], Any]]] = {
     "ls": (["ls", ROOT], listed),
     **{f"show {step}": (["show", ROOT, step], told_of_leaves) for step in (2, 3)},
@@ -213,7 +217,7 @@ COMMANDS: dict[str, tuple[list[object], Callable[[Any], Any]]] = {
     "repair": (["repair", ROOT, "--dry-run"], lambda found: without(found, "root")),
     "prune": (
         ["prune", ROOT, "--keep-last", 2, "--keep-best", "loss:max:1", "--dry-run"],
-        lambda found: without(found, "root"),
+        steps_of,
     ),
 }
 
@@ -548,10 +552,10 @@ def test_what_is_done_to_a_root_is_told_in_leaves_and_leaves_every_step_as_it_wa
         yield tool(root, "branch", ROOT, "@good", "--to", tmp_path / f"of {root.name}", "--copy")[
             "step"
         ]
-        yield without(tool(root, "compact", ROOT)["compacted"], "stored_bytes")
-        yield without(tool(root, "prune", ROOT, "--keep-last", 1, "--keep-every", 5), "root")
+        yield without(tool(root, "prune", ROOT, "--whole")["compacted"], "stored_bytes")
+        yield steps_of(tool(root, "prune", ROOT, "--keep-last", 1, "--keep-every", 5))
         yield without(tool(root, "tag", ROOT, "--delete", "good"), "root")
-        yield without(tool(root, "delete", ROOT, 2), "root")
+        yield steps_of(tool(root, "prune", ROOT, 2))
         yield deltacheck.open(root).steps()
 
     one, many = (list(done(root)) for root in copied)
@@ -565,7 +569,7 @@ def test_what_is_done_to_a_root_is_told_in_leaves_and_leaves_every_step_as_it_wa
             need for need in needs(opened, [newest]) if layout.seq_of(need.ref.id) == newest.seq
         )
         assert compacted.leaf_count == 16
-        tool(root, "gc", ROOT, "--compact", "--grace", 0)
+        tool(root, "prune", ROOT, "--compact", "--grace", 0)
         assert_whole(root, copied.states, [0, 5, NEWEST])
 
 
@@ -598,7 +602,7 @@ def test_a_mirror_has_every_step_of_ranks_and_loses_what_is_deleted(
     assert tool(copied.many, "mirror", ROOT, target, "--once")["copied"] == len(copied.states)
     assert_whole(target, copied.states, list(range(NEWEST + 1)))
     for step in (0, 3):
-        tool(copied.many, "delete", ROOT, step)
+        tool(copied.many, "prune", ROOT, step)
     with Mirror(copied.many, target) as mirror:
         assert mirror.poll() == []
     assert_whole(target, copied.states, [1, 2, 4, 5, 6, 7])
@@ -652,8 +656,8 @@ def test_one_process_goes_on_from_ranks_under_every_policy(
         assert all(
             bits(found["model"][name]) == bits(value) for name, value in state["model"].items()
         )
-    tool(copied.many, "compact", ROOT)
-    tool(copied.many, "gc", ROOT, "--compact", "--grace", 0)
+    tool(copied.many, "prune", ROOT, "--whole")
+    tool(copied.many, "prune", ROOT, "--compact", "--grace", 0)
     assert opened.verify(deep=True) == []
     assert (
         tool(copied.many, "diff", ROOT, NEWEST, NEWEST + 2, "--leaves", "model/*")["changed"][0][

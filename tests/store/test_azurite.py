@@ -122,7 +122,13 @@ def test_a_killed_run_continues_and_every_step_is_whole(address: str) -> None:
     assert reader.verify(deep=True) == []
     for step in reader.steps():
         assert np.array_equal(reader.restore(step)["w"], expected(step))
-    for words in (["ls"], ["log"], ["verify", "--deep"], ["compact"], ["gc", "--grace", "0"]):
+    for words in (
+        ["ls"],
+        ["log"],
+        ["verify", "--deep"],
+        ["prune", "--whole"],
+        ["prune", "--grace", "0"],
+    ):
         assert main([words[0], address, *words[1:]]) == 0, words
     assert main(["branch", address, "10", "--to", f"{address}-branch"]) == 0
     for root in (address, f"{address}-branch"):

@@ -328,7 +328,7 @@ def test_a_collection_ends_when_another_process_takes_the_root(
         return remove(path, durability)
 
     monkeypatch.setattr(collect, "_remove", then_lost)
-    assert main(["gc", str(root), "--grace", "0"]) == 5
+    assert main(["prune", str(root), "--grace", "0"]) == 5
     assert "lost" in capsys.readouterr().err
     assert segments(root) & set(unneeded) == set(unneeded[1:])
 

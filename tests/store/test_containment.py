@@ -49,10 +49,10 @@ COMMANDS = {
     "repair": ["repair", "ROOT"],
     "repair lossy": ["repair", "ROOT", "--lossy"],
     "prune": ["prune", "ROOT", "--keep-last", "1"],
-    "delete": ["delete", "ROOT", "0"],
-    "gc": ["gc", "ROOT", "--grace", "0"],
-    "gc compact": ["gc", "ROOT", "--compact", "--grace", "0"],
-    "compact": ["compact", "ROOT"],
+    "delete": ["prune", "ROOT", "0"],
+    "gc": ["prune", "ROOT", "--grace", "0"],
+    "gc compact": ["prune", "ROOT", "--compact", "--grace", "0"],
+    "compact": ["prune", "ROOT", "--whole"],
     "tag": ["tag", "ROOT", "0", "first"],
     "move a tag": ["tag", "ROOT", "0", "best", "--move"],
     "tag --delete": ["tag", "ROOT", "--delete", "best"],
@@ -307,7 +307,7 @@ def test_a_collection_refuses_and_names_the_link(
     made: Path, tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, _ = linked(made, tmp_path, PLACES[place])
-    assert main(["gc", str(root), "--grace", "0"]) != 0
+    assert main(["prune", str(root), "--grace", "0"]) != 0
     message = " ".join(capsys.readouterr().err.split())
     assert str(root / PLACES[place]).replace(" ", "") in message.replace(" ", "")
 
@@ -438,7 +438,7 @@ def test_a_tag_that_may_not_be_read_keeps_every_step(private: Path) -> None:
     (private / "control" / "tags" / "best").chmod(0)
     with another_user():
         assert main(["prune", str(private), "--keep-last", "1"]) != 0
-        assert main(["gc", str(private), "--grace", "0"]) != 0
+        assert main(["prune", str(private), "--grace", "0"]) != 0
     (private / "control" / "tags" / "best").chmod(0o755)
     assert deltacheck.open(private).steps() == [0, 1, 2]
     deltacheck.open(private).restore("best")

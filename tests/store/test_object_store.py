@@ -827,8 +827,8 @@ def test_every_command_takes_an_address(address: str, tmp_path: Any) -> None:
         ["plan", "--step-seconds", "1", *speeds],
         ["plan", "--policy", "exact"],
         ["export", "3", "--to", "npz", "--out", out],
-        ["compact"],
-        ["gc", "--grace", "0"],
+        ["prune", "--whole"],
+        ["prune", "--grace", "0"],
     ):
         assert main([words[0], address, *words[1:]]) == 0, words
     run.check()
@@ -869,7 +869,7 @@ def test_steps_are_tagged_pruned_and_followed_on_an_object_store(address: str) -
         (["prune", address, "--keep-last", "1"], [1, 4]),
         (["show", address, "@first"], [1, 4]),
         (["tag", address, "--delete", "first"], [1, 4]),
-        (["delete", address, "1"], [4]),
+        (["prune", address, "1"], [4]),
     ):
         assert main(words) == 0, words
         assert deltacheck.open(address, storage=STORAGE).steps() == steps
@@ -910,8 +910,8 @@ def test_a_run_that_is_read_back_compacted_and_reclaimed_stays_whole(address: st
     for _ in range(6):
         run.save()
     run.engine.close()
-    assert main(["gc", address, "--compact", "--grace", "0"]) == 0
-    assert main(["gc", address, "--grace", "0"]) == 0
+    assert main(["prune", address, "--compact", "--grace", "0"]) == 0
+    assert main(["prune", address, "--grace", "0"]) == 0
     reader = deltacheck.open(address, storage=STORAGE)
     assert {4, 5, 6} <= set(reader.steps())
     assert reader.verify(deep=True) == []
@@ -928,7 +928,7 @@ def test_deltas_are_merged_behind_a_run_and_written_whole_on_an_object_store(add
     run.engine.close()
     reader = deltacheck.open(address, storage=STORAGE)
     assert any(reader.manifest(step).merged_bytes for step in reader.steps())
-    assert main(["compact", address]) == 0
+    assert main(["prune", address, "--whole"]) == 0
     reader = deltacheck.open(address, storage=STORAGE)
     assert reader.verify(deep=True) == []
     run.check()

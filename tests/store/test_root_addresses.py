@@ -93,7 +93,7 @@ def _branch(root: str) -> None:
 def _cli(root: str) -> None:
     with Engine(root) as engine:
         engine.save(1, _WEIGHTS).wait()
-    for words in (["ls"], ["verify", "--deep"], ["gc"], ["compact"]):
+    for words in (["ls"], ["verify", "--deep"], ["prune", "--whole"]):
         assert main([words[0], root, *words[1:]]) == 0
     for kind in ("safetensors", "orbax"):
         assert (
@@ -217,7 +217,7 @@ def test_the_output_folder_of_a_trainer_means_the_root_in_it(
         assert main(words) == 3
         assert "nothing was checked" in capsys.readouterr().err
     _engine(str(root))
-    for words in (["ls"], ["verify", "--deep"], ["show"], ["log"], ["gc"]):
+    for words in (["ls"], ["verify", "--deep"], ["show"], ["log"], ["prune"]):
         answers = []
         for folder in (output, root):
             assert main([words[0], str(folder), *words[1:], "--json"]) == 0

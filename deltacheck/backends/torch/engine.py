@@ -105,7 +105,7 @@ class Engine:
         if memory is not None and not settings.keep.all_leaves:
             raise ValueError(
                 "Keep(full_last=...) cannot be given with memory: call `deltacheck prune"
-                " --full-last` and `deltacheck gc --compact` between two jobs of the run"
+                " --full-last N --compact` between two jobs of the run"
             )
         if base is not None and (memory is not None or process_group is not None):
             raise ValueError(

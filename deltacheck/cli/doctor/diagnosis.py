@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from deltacheck.cli.doctor.environment import FileSystem, MachineFacts
+from deltacheck.cli.output import count
 from deltacheck.report.formatting import format_bytes
 from deltacheck.save.save_options import SaveOptions, cache_bytes_of
 
@@ -79,10 +80,10 @@ def instruction_set(facts: MachineFacts) -> Line:
 
 def threads(facts: MachineFacts) -> Line:
     """Judge the threads of the encoder."""
-    count, cores = facts.encoder.threads, facts.encoder.cores
+    threads, cores = facts.encoder.threads, facts.encoder.cores
     quota = facts.encoder.core_quota
-    text = f"{count} on {_cores(cores)}"
-    if quota is not None and quota < count:
+    text = f"{threads} on {count(cores, 'core')}"
+    if quota is not None and quota < threads:
         return Line(
             "threads",
             "degraded",
@@ -99,10 +100,6 @@ def threads(facts: MachineFacts) -> Line:
             remedy="give the process at least two cores",
         )
     return Line("threads", "ok", text)
-
-
-def _cores(count: int) -> str:
-    return f"{count} core{'' if count == 1 else 's'}"
 
 
 def jax_handlers(facts: MachineFacts) -> Line:
@@ -130,7 +127,7 @@ def cuda(facts: MachineFacts) -> Line:
         return Line(
             "CUDA",
             "degraded",
-            f"{_gpus(devices.count)}, but the CUDA encoder is not built",
+            f"{count(devices.count, 'GPU')}, but the CUDA encoder is not built",
             cost=cost,
             remedy="install deltacheck again with nvcc and DELTACHECK_CUDA=ON",
         )
@@ -140,18 +137,18 @@ def cuda(facts: MachineFacts) -> Line:
         return Line(
             "CUDA",
             "degraded",
-            f"{_gpus(devices.count)}, but {devices.problem}",
+            f"{count(devices.count, 'GPU')}, but {devices.problem}",
             cost=cost,
             remedy="update the driver, or check CUDA_VISIBLE_DEVICES",
         )
     if devices.tests is None:
-        text = f"{_gpus(devices.count)}; not verified: torch is not installed"
+        text = f"{count(devices.count, 'GPU')}; not verified: torch is not installed"
         return Line("CUDA", "ok", text)
     if not devices.tests:
         return Line(
             "CUDA",
             "degraded",
-            f"{_gpus(devices.count)}, but torch sees no device",
+            f"{count(devices.count, 'GPU')}, but torch sees no device",
             cost="no tensor of this torch lies on a GPU",
             remedy="install a build of torch with CUDA",
         )
@@ -166,10 +163,6 @@ def cuda(facts: MachineFacts) -> Line:
             remedy="run `make gpu-check`, and report its result",
         )
     return Line("CUDA", "ok", f"verified on {', '.join(devices.tests)}")
-
-
-def _gpus(count: int) -> str:
-    return f"{count} GPU{'' if count == 1 else 's'}"
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -215,9 +208,9 @@ def steps(facts: MachineFacts) -> Line:
         return Line("root", "ok", "none yet")
     if steps.newest is None:
         return Line("root", "ok", "no steps yet")
-    count = f"{steps.count} step{'' if steps.count == 1 else 's'}"
     size = format_bytes(steps.raw_bytes)
-    return Line("root", "ok", f"{count}, the newest is {steps.newest}, a state of {size}")
+    saved = count(steps.count, "step")
+    return Line("root", "ok", f"{saved}, the newest is {steps.newest}, a state of {size}")
 
 
 def access(facts: MachineFacts, file_system: FileSystem) -> Line:
@@ -305,7 +298,7 @@ def sync(facts: MachineFacts, file_system: FileSystem) -> Line:
 def locks(facts: MachineFacts, file_system: FileSystem) -> Line:
     """Judge the locks that keep out a second writer and protect readers from collection."""
     cost = (
-        "a second writer is noticed only at its first step, and gc protects readers only for its"
+        "a second writer is noticed only at its first step, and prune protects readers only for its"
         " grace period"
     )
     trial = file_system.trial
@@ -339,7 +332,7 @@ def space(facts: MachineFacts, file_system: FileSystem) -> Line:
     if free_bytes >= state_bytes:
         return Line("space", "ok", text)
     cost = "a save that writes whole leaves fails"
-    remedy = "free space, or delete steps: deltacheck prune, then deltacheck gc"
+    remedy = "free space, or delete steps: deltacheck prune"
     return Line("space", "degraded", text, cost, remedy)
 
 

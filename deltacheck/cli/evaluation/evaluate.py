@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from deltacheck.evaluate.judge import Judgement
     from deltacheck.evaluate.records import Evidence
 
+# The least number of unkilled runs: one more than a statement about the noise floor needs.
+_UNKILLED_SEEDS = 6
+
 # The options of ``eval``.
 _Factory: TypeAlias = Annotated[
     str,
@@ -72,17 +75,9 @@ _Seeds: TypeAlias = Annotated[
     typer.Option(
         min=1,
         metavar="S",
-        help="Number of seeds to kill. More: smaller differences of quality are detected.",
-    ),
-]
-_NoiseSeeds: TypeAlias = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        metavar="S",
         help=(
-            "Number of seeds that run unkilled, for the noise floor. At least 5 are needed"
-            " for a statement; 12 are good."
+            "Number of seeds to kill; as many, and at least 6, also run unkilled, for the noise"
+            " floor. More: smaller differences of quality are detected."
         ),
     ),
 ]
@@ -107,7 +102,6 @@ def evaluate(  # noqa: PLR0913 - one argument per option
     every: _Every = 5,
     kills: _Kills = 2,
     seeds: _Seeds = 2,
-    noise_seeds: _NoiseSeeds = 6,
     quick: _Quick = False,
     keep: _Keep = None,
     as_json: Json = False,
@@ -138,7 +132,7 @@ def evaluate(  # noqa: PLR0913 - one argument per option
         kills,
         seeds,
         # Every killed seed needs an unkilled run with the same seed to be compared with.
-        max(seeds, noise_seeds),
+        max(seeds, _UNKILLED_SEEDS),
         profile=_profile_file(profile),
     )
     # This plan is short and still passes every phase. It replaces the options for the number of

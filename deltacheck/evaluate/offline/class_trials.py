@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +57,10 @@ def class_sensitivity(
     verdicts = trials.measure(state, candidates)
     return tuple(
         ClassSensitivity(
-            verdict.name,
-            tuple(sorted(classes[verdict.name])),
-            step,
-            trials.steps,
-            verdict.accepted,
-            verdict.lost_steps,
-            verdict.loss_change,
-            verdict.noise_sd,
-            verdict.element_change,
-            verdict.law_violations,
-            verdict.reasons,
+            leaves=tuple(sorted(classes[verdict.name])),
+            step=step,
+            trial_steps=trials.steps,
+            **asdict(verdict),
         )
         for verdict in verdicts
     )

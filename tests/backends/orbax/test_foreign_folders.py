@@ -105,7 +105,7 @@ def test_folders_of_others_are_no_damage_and_stay_as_they_are(
     opened = deltacheck.open(tmp_path)
     assert opened.steps() == [2, 3]
     assert opened.verify(deep=True) == []
-    for command in ("ls", "verify", "gc", "log"):
+    for command in ("ls", "verify", "prune", "log"):
         assert main([command, str(tmp_path)]) == 0, capsys.readouterr().err
     done = repair(open_root(tmp_path), lossy=True)
     assert (done.lost, done.removed, done.backup) == ([], [], None)
@@ -185,7 +185,7 @@ def test_the_store_of_a_manager_is_no_root(
     for use in (Engine, deltacheck.open):
         with pytest.raises(errors.NotACheckpointRoot, match="whose root is"):
             use(tmp_path / "deltacheck")
-    assert main(["gc", str(tmp_path / "deltacheck"), "--grace", "0"]) != 0
+    assert main(["prune", str(tmp_path / "deltacheck"), "--grace", "0"]) != 0
     assert "whose root is" in capsys.readouterr().err
     assert segments_of(tmp_path) == before
 

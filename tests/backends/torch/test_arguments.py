@@ -96,8 +96,8 @@ def test_the_only_step_is_not_deleted(tmp_path: Path, capsys: pytest.CaptureFixt
     with Engine(tmp_path) as engine:
         for step in (1, 2):
             engine.save(step, {"x": torch.zeros(2)}).wait()
-    assert main(["delete", str(tmp_path), "1"]) == 0
-    assert main(["delete", str(tmp_path), "2"]) == 2
+    assert main(["prune", str(tmp_path), "1"]) == 0
+    assert main(["prune", str(tmp_path), "2"]) == 2
     assert "nothing could be restored" in capsys.readouterr().err
     with Engine(tmp_path) as engine:
         assert engine.steps() == [2]

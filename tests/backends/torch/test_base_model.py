@@ -170,9 +170,9 @@ def test_the_tools_work_on_a_run_with_a_base(
         ("branch", run, 1, "--to", tmp_path / "branch", "--copy"),
         ("export", run, 2, "--to", "hf", "--out", tmp_path / "folder"),
         ("repair", run),
-        ("compact", run),
+        ("prune", run, "--whole"),
         ("prune", run, "--keep-last", 1),
-        ("gc", run, "--compact", "--grace", 0),
+        ("prune", run, "--compact", "--grace", 0),
         ("verify", run, "--deep"),
         # Files that the runs share stay in the root of the base.
         ("verify", root_of(place), "--deep"),

@@ -24,7 +24,9 @@ from torch.serialization import (
 import deltacheck
 from deltacheck.backends.torch import Engine, load
 from deltacheck.backends.torch.state import leaves
+from deltacheck.cli import main
 from deltacheck.errors import UnsupportedLeaf
+from deltacheck.leaf import instances
 from deltacheck.restore.content import Loaded
 from deltacheck.store.roots.opening import open_root
 from tests.support import nested
@@ -121,6 +123,54 @@ def test_a_class_that_this_process_has_not_named_is_refused_on_both_sides(tmp_pa
     plain = deltacheck.open(tmp_path).restore()
     assert plain["a"]["m"]["nu"] == 3
     assert plain["a"]["m"]["mu"].tolist() == [1.0, 1.0]
+
+
+class Scaler:
+    """An object that has nothing but attributes."""
+
+    def __init__(self) -> None:
+        raise AssertionError("a read calls no constructor")
+
+
+def test_a_named_object_comes_back_with_its_attributes(tmp_path: Path) -> None:
+    scaler = object.__new__(Scaler)
+    scaler.__dict__.update(scale=2.0, history=[torch.ones(2)])
+    with safe_globals([Scaler]):
+        back = restored(tmp_path, {"s": scaler})["s"]
+        assert type(back) is Scaler
+        assert list(nested.differences(vars(scaler), vars(back))) == []
+    assert deltacheck.open(tmp_path).restore()["s"]["scale"] == 2.0
+    with pytest.raises(UnsupportedLeaf, match=r"'s' was saved as a .*Scaler.*add_safe_globals"):
+        load(tmp_path)
+    file = tmp_path.parent / f"{tmp_path.name}.pt"
+    assert main(["export", str(tmp_path), "--out", str(file)]) == 0
+    assert torch.load(file, weights_only=True)["s"]["scale"] == 2.0
+    with (
+        safe_globals([(type("Scaler", (dict,), {}), instances.name_of(Scaler))]),
+        pytest.raises(UnsupportedLeaf, match="no longer what it was"),
+    ):
+        load(tmp_path)
+
+
+def test_an_object_that_is_not_named_or_is_more_than_its_attributes_is_refused(
+    tmp_path: Path,
+) -> None:
+    class Slots:
+        __slots__ = ("at",)
+
+    class Module:
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+    with Engine(tmp_path) as engine:
+        for value, advice in (
+            (object.__new__(Scaler), r"'s': .*add_safe_globals\(\[Scaler\]\); or save vars\(value"),
+            (Module(), r"'s' is of type .*; save its state_dict\(\)"),
+        ):
+            with pytest.raises(UnsupportedLeaf, match=advice):
+                engine.save(0, {"s": value})
+        with safe_globals([Slots]), pytest.raises(UnsupportedLeaf, match="cannot be kept exactly"):
+            engine.save(0, {"s": Slots()})
 
 
 def test_a_class_that_has_other_fields_than_saved_is_refused(tmp_path: Path) -> None:

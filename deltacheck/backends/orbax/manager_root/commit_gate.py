@@ -15,7 +15,7 @@ from deltacheck.backends.orbax.manager_root.orbax_internals import ItemPlace
 from deltacheck.errors import SaveFailed
 from deltacheck.save.handle import SaveHandle
 from deltacheck.save.save_options import Settings
-from deltacheck.store.documents import Written, encode_manifest
+from deltacheck.store.documents import Written, encode_manifest, manifest_digest
 from deltacheck.store.files import arrays
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.lock.deadline import Deadline
@@ -127,7 +127,7 @@ class Gate:
             raise SaveFailed(
                 f"{self._directory} already holds a manifest; two handlers save the same item"
             )
-        return Written.of(content)
+        return Written(len(content), manifest_digest(content))
 
 
 class Commit:

@@ -50,8 +50,6 @@ class _CapturedLeaf:
         size: The number of bytes.
         storage: Its storage, which begins at ``address``. The reference keeps the memory alive,
             even if the tensor gets another.
-        seed: The seed of its fingerprint.
-        content: Its fingerprint at ``save``.
     """
 
     path: str
@@ -60,8 +58,6 @@ class _CapturedLeaf:
     address: int
     size: int
     storage: torch.UntypedStorage
-    seed: int
-    content: int
 
     def current(self) -> NDArray[np.uint8]:
         """Return the memory of the leaf, uint8, 1-D."""
@@ -77,10 +73,6 @@ class _CapturedLeaf:
         version = self.tensor._version
         if version != self.version:
             raise torn_by_write(self.path, self.version, version)
-
-    def check_content(self, content: NDArray[np.uint8]) -> None:
-        """Raise ``SnapshotTorn`` if what was read is not the content at ``save``."""
-        require_fingerprint(self.path, self.content, self.seed, content)
 
 
 def in_place(spec: LeafSpec, aliases: Sequence[torch.Tensor], seed: int) -> LeafSource:
@@ -210,13 +202,13 @@ def planned(
             contents.tolist(),
         )
         for path, tensor, version, address, size, storage, content in zip(*columns, strict=True):
-            leaf = _CapturedLeaf(path, tensor, version, address, size, storage, seed, content)
+            leaf = _CapturedLeaf(path, tensor, version, address, size, storage)
             sources[path] = LeafSource(
                 flat.specs[path],
                 leaf.current,
                 True,
                 leaf.recheck,
-                check_content=leaf.check_content,
+                check_content=partial(require_fingerprint, path, content, seed),
                 is_view=True,
             )
         return {path: sources[path] for path in flat.arrays}

@@ -24,6 +24,9 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
     CheckpointCommitInfo,
     CheckpointEngine,
 )
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 
 from deltacheck.backends.torch.deepspeed import zero
 from deltacheck.backends.torch.deepspeed.configuration import (
@@ -48,6 +51,10 @@ from deltacheck.store.files import storage
 
 log = logging.getLogger("deltacheck")
 
+# Objects in DeepSpeed's own files. A save keeps, and a load makes, those of named classes alone.
+torch.serialization.add_safe_globals(
+    [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+)
 _ROOT = "deltacheck"
 # A trainer removes old folders of this name, so the root must not lie in one of them.
 _TRAINERS_FOLDER = re.compile(r"checkpoint-[0-9]+\Z")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from deltacheck.backends.torch import plain
+from deltacheck.backends.torch import holes
 from deltacheck.backends.torch.deepspeed import zero
 from deltacheck.backends.torch.deepspeed.reading import CheckpointReading, child, keys_of
 from deltacheck.backends.torch.deepspeed.saved_state import (
@@ -85,7 +85,7 @@ def load_file(
         content = reading.tree(branches, lambda tensor: moved(tensor, map_location))
         saved = content[FILES][name]
         if is_model:
-            return _model_file(engine, plain.decoded(saved), content.get(zero.MODULE), reading)
+            return _model_file(engine, saved, content.get(zero.MODULE), reading)
         if stage == 3:
             saved[OPTIMIZER] = _regrouped(engine, saved[OPTIMIZER])
         return _optimizer_file(engine, path, saved, reading)
@@ -176,7 +176,7 @@ def _optimizer_file(
             )
         return flats[key, number]
 
-    content: dict[str, Any] = plain.decoded(saved, flat_at)
+    content: dict[str, Any] = holes.filled(saved, flat_at)
     reading.put(
         (zero.leaf_path(key, part.name), flat, part)
         for (key, number), flat in flats.items()
@@ -207,11 +207,11 @@ def _regrouped(engine: Any, saved: dict[str, Any]) -> dict[str, Any]:
         )
     for number, group in sorted(group_of.items()):
         for key, value in inner["state"].get(groups[group]["params"][0], {}).items():
-            place = plain.place_in(value)
+            place = holes.place_in(value)
             # A copy for each group, because the optimizer changes values such as step counters in
             # place.
             state.setdefault(number, {})[key] = (
-                copy.deepcopy(value) if place is None else plain.hole([place[0], number])
+                copy.deepcopy(value) if place is None else holes.hole([place[0], number])
             )
     params = [
         [number for number, owner in sorted(group_of.items()) if owner == group]
@@ -223,7 +223,7 @@ def _regrouped(engine: Any, saved: dict[str, Any]) -> dict[str, Any]:
             {**group, "params": numbers} for group, numbers in zip(groups, params, strict=True)
         ],
     }
-    flat = [plain.hole([zero.MASTER, number]) for number in sorted(group_of)]
+    flat = [holes.hole([zero.MASTER, number]) for number in sorted(group_of)]
     return {**saved, "optimizer_state_dict": inner, "fp32_flat_groups": flat}
 
 
@@ -242,7 +242,7 @@ def _model_file(
     tied = content.pop(TIED, {})
     frozen = content.get(FROZEN)
     if module is not None:
-        content["module"] = OrderedDict(plain.decoded(module))
+        content["module"] = OrderedDict(module)
         if frozen is not None:
             content[FROZEN] = OrderedDict((name, content["module"][name]) for name in frozen)
     else:

@@ -1,8 +1,7 @@
 """Build the tree that one rank saves from the files that DeepSpeed would write.
 
-Flat partitions are stored by parameter (``zero.py``), everything else as plain values
-(``plain.py``). The tree has no value that the loading engine knows itself, because such values
-describe the ranks of one run.
+Flat partitions are stored by parameter (``zero.py``), everything else as it is. The tree has no
+value that the loading engine knows itself, because such values describe the ranks of one run.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from deltacheck.backends.torch import plain
+from deltacheck.backends.torch import holes
 from deltacheck.backends.torch.deepspeed import zero
 
 ABOUT, FILES, TIED = "deepspeed", "files", "deltacheck.tied"  # keys of the saved tree, permanent
@@ -90,7 +89,7 @@ def state_of(
     for name, content in save.files.items():
         # A copy, because DeepSpeed may still use its dict.
         reduced = _reduced(engine, dict(content), state)
-        state[FILES][name] = plain.encoded(reduced, (FILES, name), place_of)
+        state[FILES][name] = holes.with_holes(reduced, place_of)
     return state
 
 
@@ -145,7 +144,7 @@ def _reduced(engine: Any, content: dict[str, Any], state: dict[str, Any]) -> dic
         }
         content["module"] = {}
         if engine.zero_optimization_stage() < 3:
-            module.update(plain.encoded(rest, (zero.MODULE,)))
+            module.update(rest)
         else:  # buffers, which may differ between the ranks
             content["module"] = rest
         # The loading engine computes the shapes itself.

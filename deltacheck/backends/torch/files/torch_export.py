@@ -8,9 +8,10 @@ from typing import BinaryIO
 import torch
 
 from deltacheck.backends.numpy_leaves import place_numpy
-from deltacheck.backends.torch.state.classes import build
+from deltacheck.backends.torch.state.classes import build, named
 from deltacheck.backends.torch.state.leaves import shaped
 from deltacheck.leaf import tree
+from deltacheck.leaf.containers import Node
 from deltacheck.restore.content import Loaded
 from deltacheck.restore.export import Progress, require_types, resolve
 from deltacheck.restore.values import load_leaves
@@ -84,7 +85,7 @@ def write_torch(
             values[owner, tag] = shaped(loaded[owner], tag) if array is None else array
         return values[owner, tag]
 
-    state = tree.unflatten(manifest.tree, place, build)
+    state = tree.unflatten(manifest.tree, place, _built)
     _save(state, file)
     return plain and _is_accepted(manifest.tree)
 
@@ -100,6 +101,13 @@ def _save(state: object, file: BinaryIO) -> None:
         if cause is None:
             raise
         raise OSError(cause.errno, cause.strerror) from error
+
+
+def _built(path: str, node: Node, plain: object, attributes: Mapping[str, object]) -> object:
+    """Return a value of its class, or in Python's own types if this process has not named it."""
+    name = str(node["c"])
+    is_known = name in _ACCEPTED or named(name) is not None
+    return build(path, node, plain, attributes) if is_known else plain
 
 
 def _is_accepted(node: object) -> bool:

@@ -39,10 +39,13 @@ def expand(value: object) -> Level | None:
     if kind is torch.dtype:
         return Level({"t": "str", "c": _DTYPE, "v": str(value).removeprefix("torch.")})
     is_tensor = isinstance(value, torch.Tensor)
-    if not is_tensor and not instances.is_supported(kind):
+    is_object = instances.has_attributes_alone(kind)
+    if not (is_tensor or is_object or instances.is_supported(kind)):
         return None
     name = instances.name_of(kind)
     if named(name) is not kind:
+        if is_object and hasattr(value, "state_dict"):
+            return None  # refused with the advice to save that
         instead = _remedy(value)
         raise UnsupportedLeaf(
             f"it is of type {name}. Name the class to keep it, in the process that saves and in"
@@ -169,4 +172,4 @@ def _remedy(value: object) -> str:
         return "value._asdict()"
     if dataclasses.is_dataclass(value):
         return "dataclasses.asdict(value)"
-    return "list(value)"
+    return "list(value)" if isinstance(value, list | tuple) else "vars(value)"
