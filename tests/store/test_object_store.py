@@ -972,7 +972,7 @@ def test_a_copy_of_a_managers_root_is_not_taken_for_an_empty_root(
     path = place.of(address)
     for file in filter(Path.is_file, (tmp_path / "run").rglob("*")):
         (path / str(file.relative_to(tmp_path / "run"))).write_bytes(file.read_bytes())
-    for command in ("ls", "verify", "repair", "gc"):
+    for command in ("ls", "verify", "repair", "prune"):
         assert main([command, address]) == 5
         assert f"needs a local directory, not {address}" in capsys.readouterr().err
 
