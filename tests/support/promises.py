@@ -18,6 +18,8 @@ TINY = 2.0**-100  # moments below count as zero
 # Reused first moments, in roots of their second moments without bias: half a step of 0.5, and a
 # second moment that is coded within half an octave.
 MEAN_ERROR, BETA1, BETA2 = 0.25 * 2**0.25, 0.9, 0.999
+# The largest error of a master, and its share for each update, in learning rates
+MASTER_ERROR, ERROR_PER_UPDATE = 32.0, 0.5
 SAMPLED = 1.15  # a drift is the median of a sample, here that of every element is compared
 
 
@@ -96,6 +98,9 @@ def _problem(
         unit, most = terms.rate or rates[0], rates[1]
         if terms.norm == "lr" and (not unit or unit > most * SLACK):
             return f"promised in learning rates of {unit}, at most {most} are allowed"
+        limit = min(MASTER_ERROR, ERROR_PER_UPDATE * max(1.0, _updates(path, before, count)))
+        if terms.norm == "lr" and terms.limit > limit:
+            return f"promised {terms.limit} learning rates, at most {limit} are allowed"
         error = {
             # Equal bits have no error: the elements of an exact tile may be NaN.
             "lr": lambda: np.where(_equal(old, new), 0, np.abs(a - b)).max() / unit,
@@ -181,11 +186,17 @@ def _other_than(live: Any, path: str, second: str, step: int, restored: Any, box
     return ~((np.abs(restored[box] - mean) <= allowed) | is_clipped | is_tiny)
 
 
+def _updates(path: str, before: Mapping[str, Any], count: float) -> float:
+    """Return the updates of the optimizer of a leaf, of Optax or of torch."""
+    beside = path.rpartition("/")[0] + "/step"
+    counts = (beside, path.partition("/mu/")[0] + "/count")
+    return next((float(before[p]) for p in counts if p in before), count)
+
+
 def _update_changes(path: str, a: Any, b: Any, before: Mapping[str, Any], count: float) -> Any:
     """Return by how many learning rates an update of Adam changes if b replaces a."""
     variance = np.asarray(before[path.replace("exp_avg", "exp_avg_sq").replace("/mu/", "/nu/")])
-    counts = (path.replace("exp_avg", "step"), path.partition("/mu/")[0] + "/count")
-    count = next((float(before[p]) for p in counts if p in before), count)
+    count = _updates(path, before, count)
     roots = np.sqrt(variance.astype(np.float64) / (1 - BETA2**count))
     is_tiny = (np.maximum(np.abs(a), np.abs(b)) < 2.0**-60) & (variance < 2.0**-126)
     with np.errstate(divide="ignore", invalid="ignore"):
