@@ -7,6 +7,7 @@ NumPy and float64, and the rate comes from the live state.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -98,7 +99,7 @@ def _problem(
         unit, most = terms.rate or rates[0], rates[1]
         if terms.norm == "lr" and (not unit or unit > most * SLACK):
             return f"promised in learning rates of {unit}, at most {most} are allowed"
-        limit = min(MASTER_ERROR, ERROR_PER_UPDATE * max(1.0, _updates(path, before, count)))
+        limit = min(MASTER_ERROR, ERROR_PER_UPDATE * max(1.0, _updates(path, before) or count))
         if terms.norm == "lr" and terms.limit > limit:
             return f"promised {terms.limit} learning rates, at most {limit} are allowed"
         error = {
@@ -167,9 +168,10 @@ def _reused(
 
 
 def _updates(path: str, leaves: Mapping[str, Any]) -> float | None:
-    """Return the updates of the optimizer of a moment, ``None`` if the state counts none."""
-    count = leaves.get(path.replace("exp_avg_sq", "step").replace("exp_avg", "step"))
-    return None if count is None else float(count)
+    """Return the updates of the optimizer of a leaf, ``None`` if the state counts none."""
+    beside = re.sub("(exp_avg_sq|exp_avg|master)$", "step", path)
+    counts = (beside, re.split("/(?:mu|nu)/", path)[0] + "/count")
+    return next((float(leaves[p]) for p in counts if p != path and p in leaves), None)
 
 
 def _other_than(live: Any, path: str, second: str, step: int, restored: Any, box: Any) -> Any:
@@ -186,17 +188,10 @@ def _other_than(live: Any, path: str, second: str, step: int, restored: Any, box
     return ~((np.abs(restored[box] - mean) <= allowed) | is_clipped | is_tiny)
 
 
-def _updates(path: str, before: Mapping[str, Any], count: float) -> float:
-    """Return the updates of the optimizer of a leaf, of Optax or of torch."""
-    beside = path.rpartition("/")[0] + "/step"
-    counts = (beside, path.partition("/mu/")[0] + "/count")
-    return next((float(before[p]) for p in counts if p in before), count)
-
-
 def _update_changes(path: str, a: Any, b: Any, before: Mapping[str, Any], count: float) -> Any:
     """Return by how many learning rates an update of Adam changes if b replaces a."""
     variance = np.asarray(before[path.replace("exp_avg", "exp_avg_sq").replace("/mu/", "/nu/")])
-    count = _updates(path, before, count)
+    count = _updates(path, before) or count
     roots = np.sqrt(variance.astype(np.float64) / (1 - BETA2**count))
     is_tiny = (np.maximum(np.abs(a), np.abs(b)) < 2.0**-60) & (variance < 2.0**-126)
     with np.errstate(divide="ignore", invalid="ignore"):
