@@ -28,8 +28,9 @@ LEAST_ELEMENTS = 1024
 # so that few of them change lattice in the same save.
 _FIRST_SPACING = (1.6, 1.95)
 _LEAST_SPACING, _MOST_SPACING = 0.3, 1.98
-# The least spacing until the rate falls: it is not about to need a finer one.
-_LEAST_SPACING_BEFORE = 0.5
+# The least spacing while neither the rate falls nor the permitted error grows: another one would
+# not have to be changed again soon.
+_LEAST_LASTING_SPACING = 0.8
 # The most halvings that codes have bits for. More: a lattice is written anew less often. Up
 # to 6, the differences of codes fit in one byte, as the encoder stores them best.
 _SPARE_BITS = 6
@@ -329,7 +330,8 @@ def master_lattice(hidden: Hidden, situation: Situation, master: str) -> Lattice
         return None
     error = master_error(hidden, situation) * rate
     largest = _largest_spacing(hidden, situation, rate)
-    least = _LEAST_SPACING if _is_falling(situation) else _LEAST_SPACING_BEFORE
+    is_lasting = error == hidden.master_error_lr * rate and not _is_falling(situation)
+    least = _LEAST_LASTING_SPACING if is_lasting else _LEAST_SPACING
     if current is None or current.spacing < min(least * error, 0.5 * largest):
         return _first_lattice(hidden, situation, master, rate)
     limit = _MOST_SPACING * _lattice_error(hidden, situation, rate)
