@@ -16,7 +16,7 @@ from deltacheck.leaf.contracts import Bounded, Reused
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import adam
 from deltacheck.policy.parameters import Hyperparameters, Parameter
-from deltacheck.policy.presets import MEAN_SPACING, Hidden, Policy
+from deltacheck.policy.presets import ERROR_PER_UPDATE, MEAN_SPACING, Hidden, Policy
 from deltacheck.policy.stage import DEGRADED, STABLE
 
 # Smaller leaves and leaves of one axis are always exact: they take hardly any bytes, and norms are
@@ -28,6 +28,9 @@ LEAST_ELEMENTS = 1024
 # so that few of them change lattice in the same save.
 _FIRST_SPACING = (1.6, 1.95)
 _LEAST_SPACING, _MOST_SPACING = 0.3, 1.98
+# The least spacing while neither the rate falls nor the permitted error grows: another one would
+# not have to be changed again soon.
+_LEAST_LASTING_SPACING = 0.8
 # The most halvings that codes have bits for. More: a lattice is written anew less often. Up
 # to 6, the differences of codes fit in one byte, as the encoder stores them best.
 _SPARE_BITS = 6
@@ -263,6 +266,15 @@ def error_unit(hidden: Hidden, situation: Situation) -> float | None:
     return max(rate, hidden.rate_floor * situation.peak_rate) or None
 
 
+def master_error(hidden: Hidden, situation: Situation) -> float:
+    """Return the largest error of a master, in learning rates.
+
+    After few updates, a master has moved by fewer learning rates than it may err by later. It errs
+    by at most ``ERROR_PER_UPDATE`` for each of them, or for one before the first.
+    """
+    return min(hidden.master_error_lr, ERROR_PER_UPDATE * (situation.step or 1))
+
+
 def _bounded_master(
     hidden: Hidden, situation: Situation, master: str, weight: str = ""
 ) -> Decision | None:
@@ -282,7 +294,7 @@ def _bounded_master(
         "lattice",
         # The contract names its unit if that is not the rate of the state.
         Bounded(
-            hidden.master_error_lr,
+            master_error(hidden, situation),
             "lr",
             None if unit == rate and not situation.is_rate_shared else unit,
         ),
@@ -316,8 +328,11 @@ def master_lattice(hidden: Hidden, situation: Situation, master: str) -> Lattice
     rate, current = error_unit(hidden, situation), situation.lattice
     if rate is None or not situation.master_scale > 0:
         return None
-    error, largest = hidden.master_error_lr * rate, _largest_spacing(hidden, situation, rate)
-    if current is None or current.spacing < min(_LEAST_SPACING * error, 0.5 * largest):
+    error = master_error(hidden, situation) * rate
+    largest = _largest_spacing(hidden, situation, rate)
+    is_lasting = error == hidden.master_error_lr * rate and not _is_falling(situation)
+    least = _LEAST_LASTING_SPACING if is_lasting else _LEAST_SPACING
+    if current is None or current.spacing < min(least * error, 0.5 * largest):
         return _first_lattice(hidden, situation, master, rate)
     limit = _MOST_SPACING * _lattice_error(hidden, situation, rate)
     if current.spacing <= limit:
@@ -342,17 +357,23 @@ def _first_lattice(hidden: Hidden, situation: Situation, master: str, rate: floa
         master: The path of the master.
         rate: The learning rate that is the unit of the error.
     """
-    error, largest = hidden.master_error_lr * rate, _largest_spacing(hidden, situation, rate)
+    error = master_error(hidden, situation) * rate
+    largest = _largest_spacing(hidden, situation, rate)
     limit, spread = _MOST_SPACING * error, _spread(master)
     if hidden.weights == "bounded":
         limit = min(limit, largest)
         # This limit follows the rate, so that all leaves would be halved in the same save.
         largest *= spread / _MOST_SPACING
     spacing = min(spread * error, largest)
-    if (situation.hyperparameters.lr or 0.0) >= situation.peak_rate:
+    if not _is_falling(situation):
         return Lattice(spacing)
     spacing = _aligned(hidden, situation, master, spacing, limit)
     return Lattice(spacing, 0, _halvings_left(hidden, situation, spacing))
+
+
+def _is_falling(situation: Situation) -> bool:
+    """Return True if the learning rate has been larger."""
+    return (situation.hyperparameters.lr or 0.0) < situation.peak_rate
 
 
 def _largest_spacing(hidden: Hidden, situation: Situation, rate: float) -> float:
@@ -373,12 +394,13 @@ def _lattice_error(hidden: Hidden, situation: Situation, rate: float) -> float:
     """Return the error above which a lattice is too coarse; the arguments are as above."""
     # The limit of a first lattice follows the rate, and a lattice stays until it has halved.
     largest = 2 / _MOST_SPACING * _largest_spacing(hidden, situation, rate)
-    return min(hidden.master_error_lr * rate, largest)
+    return min(master_error(hidden, situation) * rate, largest)
 
 
 def _floor_error(hidden: Hidden, situation: Situation) -> float:
     """Return the same error at the floor of the learning rate, 0 without a floor."""
-    return _lattice_error(hidden, situation, hidden.rate_floor * situation.peak_rate)
+    late = replace(situation, step=math.ceil(hidden.master_error_lr / ERROR_PER_UPDATE))
+    return _lattice_error(hidden, late, hidden.rate_floor * situation.peak_rate)
 
 
 def _halvings_left(hidden: Hidden, situation: Situation, spacing: float) -> int:

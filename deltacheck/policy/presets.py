@@ -19,6 +19,11 @@ WEIGHTS = ("exact", "bounded")
 # begins (docs/lab/stability.md).
 MASTER_ERROR_LR = 32.0
 
+# The largest error of a master for each update that its optimizer has made, in learning rates. Runs
+# that resumed after 10, 20 and 30 updates with it lost at most 0.1 steps of progress, with twice as
+# much up to 0.7, and with MASTER_ERROR_LR up to 2.1 (docs/lab/stability.md, "Early states").
+ERROR_PER_UPDATE = 0.5
+
 # The unit of a master's error is at least this share of the largest learning rate of the run. With
 # MASTER_ERROR_LR, no master then errs by more than about one update at that rate. Runs that resumed
 # with it in the last tenth of a cosine ended far within the noise between data orders
@@ -49,7 +54,8 @@ class Hidden:
         weights: ``"exact"`` or ``"bounded"``, see ``Policy.auto``.
         float32_weights: The same for weights without a bfloat16 copy.
         moments: One of ``MOMENTS``, see ``Policy.auto``.
-        master_error_lr: The largest error of a master weight, in learning rates.
+        master_error_lr: The largest error of a master weight, in learning rates. The first updates
+            permit less: ``ERROR_PER_UPDATE`` for each.
         moment_error_octaves: The largest error of a second moment, in octaves.
         max_drift_octaves: The largest drift of a reused second moment, in octaves.
         max_age_steps: The largest age of reused moments in updates; 0: only v's memory limits it.
@@ -134,7 +140,10 @@ class Policy:
         hidden = self.hidden
         if hidden is None:
             return ["all leaves: every bit"]
-        master = f"within {hidden.master_error_lr:g} learning rates"
+        master = (
+            f"within {hidden.master_error_lr:g} learning rates"
+            f" ({ERROR_PER_UPDATE:g} for each update so far, if that is less)"
+        )
         wide = [f"float32 weights: {master}"] if hidden.float32_weights == "bounded" else []
         narrow = (
             f"masters of bfloat16 weights: {master}, and in the cell of their weight"
@@ -267,7 +276,8 @@ class Policy:
                   between, a restore gives the earlier pair: the smallest files.
                 - ``"exact"``: only master weights are bounded.
             master_error_lr: The largest error of a float32 master weight, in units of the learning
-                rate (default: 32). A master never leaves the cell of its exact bfloat16 weight.
+                rate (default: 32). After n updates of its optimizer, a master errs by at most
+                n / 2. It never leaves the cell of its exact bfloat16 weight.
                 Larger: fewer bytes, more noise on resume; smaller: the opposite.
             rate_floor: The least learning rate that is the unit of ``master_error_lr``, as a share
                 of the largest rate of the parameter group so far, from 0 to 1 (default: 1/32).

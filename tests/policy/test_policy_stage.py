@@ -145,7 +145,7 @@ def test_before_the_stable_stage_masters_and_moments_are_bounded(
     )
     decisions = decide(Policy.auto(), WARM, PARAMETER, SPECS, now)
     assert {path: decision.terms for path, decision in decisions.items()} == {
-        "x": Bounded(32.0, "lr"),
+        "x": Bounded(min(32.0, step / 2), "lr"),
         "m": Bounded(0.3, "updates"),
         "v": Bounded(0.5, "octaves"),
     }
@@ -198,8 +198,9 @@ def test_without_a_learning_rate_a_master_stays_exact() -> None:
 def test_a_lattice_is_kept_while_its_error_is_allowed_and_chosen_anew_when_it_is_not() -> None:
     terms = hidden(master_error_lr=10.0)
 
-    def spacing(rate: float, current: float | None = None) -> float:
-        lattice = master_lattice(terms, situation(rate, spacing=current), "x")
+    def spacing(rate: float, current: float | None = None, peak: float = 1e-4) -> float:
+        now = dataclasses.replace(situation(rate, spacing=current), peak_rate=peak)
+        lattice = master_lattice(terms, now, "x")
         assert lattice is not None
         assert lattice.spacing / 2 < 10 * rate
         return lattice.spacing
@@ -210,6 +211,26 @@ def test_a_lattice_is_kept_while_its_error_is_allowed_and_chosen_anew_when_it_is
     assert lower == first / 2
     assert spacing(0.495e-5, lower) == lower == spacing(1.5e-5, lower)
     assert spacing(7e-5, first) > first
+    # Once the rate is as large as ever, a lattice is soon worth another one.
+    assert spacing(1.2e-5, first, peak=1.2e-5) == first < spacing(3e-5, first, peak=3e-5)
+
+
+@pytest.mark.parametrize("first", [1, 10, 17, 25])
+def test_a_new_optimizer_has_fine_lattices_until_it_has_made_64_updates(first: int) -> None:
+    terms, rate, lattice, made = hidden(), 1e-5, None, 0
+    for step in range(first, 200, 10):
+        now = situation(rate, step=step, spacing=lattice.spacing if lattice else None)
+        now = dataclasses.replace(now, peak_rate=rate)
+        new = master_lattice(terms, now, "x")
+        assert new is not None
+        assert new.spacing / 2 <= min(32.0, step / 2) * rate
+        made += new != lattice
+        lattice = new
+    assert lattice is not None
+    assert lattice.spacing >= 0.8 * 32.0 * rate
+    assert made <= (3 if first == 1 else 2)  # at the first save, and when it may be much coarser
+    before = dataclasses.replace(now, step=None, lattice=None)
+    assert decide(Policy.auto(), WARM, PARAMETER, SPECS, before)["x"].terms == Bounded(0.5, "lr")
 
 
 def test_the_unit_of_an_error_is_at_least_a_share_of_the_largest_rate() -> None:

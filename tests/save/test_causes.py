@@ -20,6 +20,7 @@ MASTER, FIRST, WEIGHT = "optimizer/state/0/master", "optimizer/state/0/exp_avg",
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, SaveReport]]:
     """A run that becomes stable, halves its rate, loses a step to a NaN and goes on."""
     root, run, reports = tmp_path_factory.mktemp("causes"), AdamRun(rate=1e-6), {}
+    run.advance(60)  # lattices are finer before
     with Engine(root, policy=Policy.auto(derive=False)) as engine:
         for number in range(1, 21):
             if 13 <= number <= 15:  # a schedule, not a jump
@@ -55,15 +56,15 @@ def test_each_leaf_has_the_cause_of_its_bytes(saved: tuple[Path, dict[int, SaveR
         "",
     }
     # The rate has fallen by half: another lattice, once.
-    assert "lattice" in {causes_of(reports[step])[MASTER] for step in (130, 140, 150)}
+    assert "lattice" in {causes_of(reports[step])[MASTER] for step in (190, 200, 210)}
     # The event: what had a contract is exact again.
-    assert stages[180] == "degraded"
-    assert causes_of(reports[180])[MASTER] == "event"
-    assert causes_of(reports[180])[FIRST] == "event"
-    assert causes_of(reports[180])[WEIGHT] == "changed"
+    assert stages[240] == "degraded"
+    assert causes_of(reports[240])[MASTER] == "event"
+    assert causes_of(reports[240])[FIRST] == "event"
+    assert causes_of(reports[240])[WEIGHT] == "changed"
     # And after it, the codes are new.
-    assert stages[190] == "warm"
-    assert causes_of(reports[190])[MASTER] == "lattice"
+    assert stages[250] == "warm"
+    assert causes_of(reports[250])[MASTER] == "lattice"
 
 
 def test_the_causes_add_up_to_all_bytes_and_agree(
@@ -82,11 +83,12 @@ def test_the_causes_add_up_to_all_bytes_and_agree(
         )
     assert main(["log", str(root)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "event" in next(line for line in lines if line.split()[0] == "180").split("WHY")[-1]
+    assert "event" in next(line for line in lines if line.split()[0] == "240").split("WHY")[-1]
 
 
 def test_a_resume_writes_codes_anew_and_is_no_event(tmp_path: Path) -> None:
     root, run = tmp_path / "root", AdamRun(rate=1e-6)
+    run.advance(60)  # lattices are finer before
     with Engine(root, policy=Policy.auto(derive=False)) as engine:
         for _ in range(12):
             run.advance(10)

@@ -7,6 +7,7 @@ NumPy and float64, and the rate comes from the live state.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ TINY = 2.0**-100  # moments below count as zero
 # Reused first moments, in roots of their second moments without bias: half a step of 0.5, and a
 # second moment that is coded within half an octave.
 MEAN_ERROR, BETA1, BETA2 = 0.25 * 2**0.25, 0.9, 0.999
+# The largest error of a master, and its share for each update, in learning rates
+MASTER_ERROR, ERROR_PER_UPDATE = 32.0, 0.5
 SAMPLED = 1.15  # a drift is the median of a sample, here that of every element is compared
 
 
@@ -96,6 +99,9 @@ def _problem(
         unit, most = terms.rate or rates[0], rates[1]
         if terms.norm == "lr" and (not unit or unit > most * SLACK):
             return f"promised in learning rates of {unit}, at most {most} are allowed"
+        limit = min(MASTER_ERROR, ERROR_PER_UPDATE * max(1.0, _updates(path, before) or count))
+        if terms.norm == "lr" and terms.limit > limit:
+            return f"promised {terms.limit} learning rates, at most {limit} are allowed"
         error = {
             # Equal bits have no error: the elements of an exact tile may be NaN.
             "lr": lambda: np.where(_equal(old, new), 0, np.abs(a - b)).max() / unit,
@@ -162,9 +168,10 @@ def _reused(
 
 
 def _updates(path: str, leaves: Mapping[str, Any]) -> float | None:
-    """Return the updates of the optimizer of a moment, ``None`` if the state counts none."""
-    count = leaves.get(path.replace("exp_avg_sq", "step").replace("exp_avg", "step"))
-    return None if count is None else float(count)
+    """Return the updates of the optimizer of a leaf, ``None`` if the state counts none."""
+    beside = re.sub("(exp_avg_sq|exp_avg|master)$", "step", path)
+    counts = (beside, re.split("/(?:mu|nu)/", path)[0] + "/count")
+    return next((float(leaves[p]) for p in counts if p != path and p in leaves), None)
 
 
 def _other_than(live: Any, path: str, second: str, step: int, restored: Any, box: Any) -> Any:
@@ -184,8 +191,7 @@ def _other_than(live: Any, path: str, second: str, step: int, restored: Any, box
 def _update_changes(path: str, a: Any, b: Any, before: Mapping[str, Any], count: float) -> Any:
     """Return by how many learning rates an update of Adam changes if b replaces a."""
     variance = np.asarray(before[path.replace("exp_avg", "exp_avg_sq").replace("/mu/", "/nu/")])
-    counts = (path.replace("exp_avg", "step"), path.partition("/mu/")[0] + "/count")
-    count = next((float(before[p]) for p in counts if p in before), count)
+    count = _updates(path, before) or count
     roots = np.sqrt(variance.astype(np.float64) / (1 - BETA2**count))
     is_tiny = (np.maximum(np.abs(a), np.abs(b)) < 2.0**-60) & (variance < 2.0**-126)
     with np.errstate(divide="ignore", invalid="ignore"):
