@@ -132,7 +132,9 @@ class Scaler:
         raise AssertionError("a read calls no constructor")
 
 
-def test_a_named_object_comes_back_with_its_attributes(tmp_path: Path) -> None:
+def test_a_named_object_comes_back_with_its_attributes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     scaler = object.__new__(Scaler)
     scaler.__dict__.update(scale=2.0, history=[torch.ones(2)])
     with safe_globals([Scaler]):
@@ -144,7 +146,11 @@ def test_a_named_object_comes_back_with_its_attributes(tmp_path: Path) -> None:
         load(tmp_path)
     file = tmp_path.parent / f"{tmp_path.name}.pt"
     assert main(["export", str(tmp_path), "--out", str(file)]) == 0
+    assert "weights_only=False" not in capsys.readouterr().out
     assert torch.load(file, weights_only=True)["s"]["scale"] == 2.0
+    with safe_globals([Scaler]):
+        assert main(["export", str(tmp_path), "--out", f"{file}.object.pt"]) == 0
+    assert "weights_only=False" in capsys.readouterr().out
     with (
         safe_globals([(type("Scaler", (dict,), {}), instances.name_of(Scaler))]),
         pytest.raises(UnsupportedLeaf, match="no longer what it was"),

@@ -18,8 +18,9 @@ from deltacheck.restore.values import load_leaves
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.root import Root
 
-# Classes that ``torch.load`` makes without further consent.
+# Classes that ``torch.load`` makes without further consent, and those of Python's that it does not.
 _ACCEPTED = ("collections.Counter", "bytearray", "torch.Size", "torch.dtype")
+_REFUSED = ("collections.defaultdict", "time.struct_time")
 
 
 def write_torch(
@@ -111,11 +112,13 @@ def _built(path: str, node: Node, plain: object, attributes: Mapping[str, object
 
 
 def _is_accepted(node: object) -> bool:
-    """Return ``True`` if ``torch.load(..., weights_only=True)`` makes all types of a skeleton."""
+    """Return ``True`` if ``torch.load(..., weights_only=True)`` makes all values of ``_built``."""
     if isinstance(node, dict):
+        name = str(node.get("c", _ACCEPTED[0]))
+        has_class = name in _REFUSED or (name not in _ACCEPTED and named(name) is not None)
         return (
             node.get("t") != "deque"
-            and (node.get("t") == "fields" or node.get("c", _ACCEPTED[0]) in _ACCEPTED)
+            and (node.get("t") == "fields" or not has_class)
             and all(_is_accepted(value) for key, value in node.items() if key in ("k", "n", "a"))
         )
     return not isinstance(node, list) or all(map(_is_accepted, node))
