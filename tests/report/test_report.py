@@ -82,7 +82,7 @@ def profile(steps: tuple[int, ...] = (10, 20, 30, 40)) -> Profile:
         drift = Curve(steps, tuple(scale / (1 + step) for step in steps))
         density = Curve(steps, (0.1,) * len(steps))
         return LeafProfile(
-            path, (100, 100), "float32", role, "stable-changing", density, drift, unit, 1.5
+            path, (100, 100), "float32", role, "stable-changing", density, drift, unit
         )
 
     leaves = [
