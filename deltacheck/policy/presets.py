@@ -20,8 +20,9 @@ WEIGHTS = ("exact", "bounded")
 MASTER_ERROR_LR = 32.0
 
 # The largest error of a master for each update that its optimizer has made, in learning rates. Runs
-# that resumed after 10, 20 and 30 updates with it lost at most 0.1 steps of progress, with twice as
-# much up to 0.7, and with MASTER_ERROR_LR up to 2.1 (docs/lab/stability.md, "Early states").
+# that resumed after 10, 20 and 30 updates lost at most 0.2 steps of progress with it, and up to 2.1
+# with MASTER_ERROR_LR. With twice as much, losses grew by more than the noise between data orders
+# (docs/lab/stability.md, "Early states").
 ERROR_PER_UPDATE = 0.5
 
 # The unit of a master's error is at least this share of the largest learning rate of the run. With
