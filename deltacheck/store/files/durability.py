@@ -50,7 +50,7 @@ class Durability(StrEnum):
     def sync_directory(self, path: Place) -> None:
         """Make the names in a directory survive."""
         if self.syncs:
-            storage_of(path).sync_directory()
+            sync_directory(path)
 
     def sync_tree(self, path: Place) -> None:
         """Make the names in every directory of a tree survive, and its own name.
