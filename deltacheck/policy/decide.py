@@ -328,13 +328,13 @@ def master_lattice(hidden: Hidden, situation: Situation, master: str) -> Lattice
     rate, current = error_unit(hidden, situation), situation.lattice
     if rate is None or not situation.master_scale > 0:
         return None
-    error = master_error(hidden, situation) * rate
-    largest = _largest_spacing(hidden, situation, rate)
-    is_lasting = error == hidden.master_error_lr * rate and not _is_falling(situation)
+    error_lr, largest = master_error(hidden, situation), _largest_spacing(hidden, situation, rate)
+    error = error_lr * rate
+    is_lasting = error_lr == hidden.master_error_lr and not _is_falling(situation)
     least = _LEAST_LASTING_SPACING if is_lasting else _LEAST_SPACING
     if current is None or current.spacing < min(least * error, 0.5 * largest):
         return _first_lattice(hidden, situation, master, rate)
-    limit = _MOST_SPACING * _lattice_error(hidden, situation, rate)
+    limit = _MOST_SPACING * _lattice_error(hidden, situation, rate, error_lr)
     if current.spacing <= limit:
         return current
     new_halvings = max(1, math.ceil(math.log2(current.spacing / limit)))
@@ -390,17 +390,22 @@ def _largest_spacing(hidden: Hidden, situation: Situation, rate: float) -> float
     return largest
 
 
-def _lattice_error(hidden: Hidden, situation: Situation, rate: float) -> float:
-    """Return the error above which a lattice is too coarse; the arguments are as above."""
+def _lattice_error(hidden: Hidden, situation: Situation, rate: float, error_lr: float) -> float:
+    """Return the error above which a lattice is too coarse.
+
+    Args:
+        hidden, situation, rate: As for ``_largest_spacing``.
+        error_lr: The permitted error, in learning rates.
+    """
     # The limit of a first lattice follows the rate, and a lattice stays until it has halved.
     largest = 2 / _MOST_SPACING * _largest_spacing(hidden, situation, rate)
-    return min(master_error(hidden, situation) * rate, largest)
+    return min(error_lr * rate, largest)
 
 
 def _floor_error(hidden: Hidden, situation: Situation) -> float:
     """Return the same error at the floor of the learning rate, 0 without a floor."""
-    late = replace(situation, step=math.ceil(hidden.master_error_lr / ERROR_PER_UPDATE))
-    return _lattice_error(hidden, late, hidden.rate_floor * situation.peak_rate)
+    rate = hidden.rate_floor * situation.peak_rate
+    return _lattice_error(hidden, situation, rate, hidden.master_error_lr)
 
 
 def _halvings_left(hidden: Hidden, situation: Situation, spacing: float) -> int:
