@@ -42,6 +42,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __noinline__
 
 // --- the CUDA runtime on the host ----------------------------------------------------------------
 

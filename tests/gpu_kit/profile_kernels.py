@@ -29,17 +29,21 @@ def profile(context: Context) -> Result:
     if not Path(profiler).exists():
         raise Skipped("Nsight Compute (ncu) is not installed")
     report = context.out / "kernels.ncu-rep"
-    # Only our kernels; each is run again for each group of counters.
-    options = ["--kernel-name-base", "mangled", "--kernel-name", "regex:deltacheck"]
-    options += ["--set", "full", "--force-overwrite", "--export", str(report)]
+    # Only our kernels, and not those of the device's own test: each is run again for each group of
+    # counters. The clocks stay as they are.
+    options = ["--profile-from-start", "off"]
+    options += ["--kernel-name-base", "mangled", "--kernel-name", "regex:deltacheck"]
+    options += ["--clock-control", "none", "--set", "full"]
+    options += ["--force-overwrite", "--export", str(report)]
     done = _run([profiler, *options, *program], context)
     if "ERR_NVGPUCTRPERM" in done:
         raise Skipped("this user may not read the counters of the device (ERR_NVGPUCTRPERM)")
     if not report.exists():
         raise RuntimeError("ncu wrote no report; see the log of this part")
-    details = _run([profiler, "--import", str(report), "--csv", "--page", "details"], context)
-    (context.out / "kernels.csv").write_text(details)
-    return Result("a profile of the kernels", f"{report.name} and kernels.csv", [])
+    for page in ("details", "source"):
+        text = _run([profiler, "--import", str(report), "--csv", "--page", page], context)
+        (context.out / f"kernels-{page}.csv").write_text(text)
+    return Result("a profile of the kernels", f"{report.name} and kernels-*.csv", [])
 
 
 def _run(command: list[str], context: Context) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 from benchmarks.record import Cell, Result, Table
 from tests.gpu_kit.steps import Context, Skipped, Step
 
-# The slowest last: on one machine, initcheck did not end in 265 s. It gets fewer inputs.
+# The slowest last. It gets fewer inputs, and runs through JAX only: through PyTorch it did not end
+# in 265 s on one machine, and not in 60 s on another. The kernels are the same.
 TOOLS = ("memcheck", "synccheck", "racecheck", "initcheck")
 MOST_SECONDS = 60.0
 # Programs of `small_kernels.py`
@@ -43,6 +44,9 @@ def check(context: Context, tool: str, framework: str) -> Result:
         # Only our kernels: the frameworks' own would take minutes, and are not ours to mend.
         options = ["--tool", tool, "--error-exitcode", str(ERROR_STATUS)]
         options += ["--kernel-name", "kernel_substring=deltacheck"]
+        if tool == TOOLS[-1]:
+            # XLA copies whole buffers to the host, of which a call fills a part.
+            options += ["--check-api-memory-access", "no"]
         program = [sanitizer, *options, *program]
     limit = min(MOST_SECONDS, context.seconds_left())
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=limit)
@@ -86,5 +90,6 @@ STEPS = (
         )
         for framework in (TORCH, JAX)
         for tool in TOOLS
+        if (framework, tool) != (TORCH, TOOLS[-1])
     ),
 )

@@ -188,7 +188,7 @@ def save_every_step(context: Context) -> Result:
     case = every_step.QUICK
     if not context.rehearse:
         model = demo(seed=1, threads=4, width=1024, layers=16, heads=16, context=2048, batch=8)
-        case = every_step.Case(model, "cuda", steps=8, rounds=2)
+        case = every_step.Case(model, "cuda", steps=4, rounds=1)
     with accelerator(context):
         return every_step.measure(case, context.folder, (every_step.MEMORY, every_step.LAW))
 
@@ -218,7 +218,7 @@ def _blocking_steps(ways: Sequence[str], seconds_per_gigabyte: float) -> Iterato
 STEPS = (
     *_blocking_steps((EXACT,), 2.0),
     Step("encoder against the device's copy", encode, needs=("torch",), seconds=20),
-    Step("a save at every step", save_every_step, needs=("torch",), seconds=50),
+    Step("a save at every step", save_every_step, needs=("torch",), seconds=60),
     Step("saves of 2 GB (adamw)", partial(compare, state="adamw"), needs=("torch",), seconds=60),
     *_blocking_steps(_WAYS[:4], 1.5),
     Step("cost of the profiler", profile, needs=("torch",), seconds=20),

@@ -52,12 +52,12 @@ __device__ inline T warp_max(T value) {
   return value;
 }
 
-// Returns the sum of the values of all threads below this one. T: uint32_t or uint64_t.
+// Returns the sum of the values of all warps below this one. The value of a warp is that of its
+// last lane. T: uint32_t or uint64_t.
 template <typename T>
-__device__ inline T block_exclusive_sum(T value, BlockScratch& scratch, T* total) {
-  const T inclusive = warp_inclusive_sum(value);
+__device__ inline T sum_below_warp(T value, BlockScratch& scratch, T* total) {
   __syncthreads();
-  if (lane_of_thread() == kWarpThreads - 1) scratch.warps[warp_of_thread()] = inclusive;
+  if (lane_of_thread() == kWarpThreads - 1) scratch.warps[warp_of_thread()] = value;
   __syncthreads();
   T below = 0, all = 0;
   for (uint32_t warp = 0; warp < kBlockWarps; ++warp) {
@@ -65,7 +65,14 @@ __device__ inline T block_exclusive_sum(T value, BlockScratch& scratch, T* total
     all += static_cast<T>(scratch.warps[warp]);
   }
   *total = all;
-  return below + inclusive - value;
+  return below;
+}
+
+// Returns the sum of the values of all threads below this one. T: uint32_t or uint64_t.
+template <typename T>
+__device__ inline T block_exclusive_sum(T value, BlockScratch& scratch, T* total) {
+  const T inclusive = warp_inclusive_sum(value);
+  return sum_below_warp(inclusive, scratch, total) + inclusive - value;
 }
 
 template <typename T>

@@ -1,10 +1,11 @@
 // XXH3 with 128 bits, seed 0 and the default secret (Y. Collet, xxHash 0.8, doc/xxhash_spec.md):
-// one warp per chunk. Implements the digests of device.h.
+// one thread block per chunk. Implements the digests of device.h.
 //
-// A block of 1 KiB has 16 stripes of 8 words. Their contributions to the 8 accumulators may be
-// summed in any order; only then are the accumulators scrambled. So lane i takes word i % 8 of the
-// stripes i / 8, i / 8 + 4, .., and a block is 4 consecutive loads of every lane, several blocks
-// ahead of the sums. All loads are aligned. If the chunk is not, each word is combined from two
+// A block of 1 KiB, here called a page, has 16 stripes of 8 words. Their contributions to the 8
+// accumulators may be summed in any order; only then are the accumulators scrambled. So the warps
+// sum different pages, and one warp scrambles: it adds the sums of all pages in their order. Lane i
+// of a warp takes word i % 8 of the stripes i / 8, i / 8 + 4, .., so that a page is 4 consecutive
+// loads of every lane. All loads are aligned. If the chunk is not, each word is combined from two
 // aligned ones. Bytes of an aligned word of 8 that lie before the chunk may be read, but none
 // behind it.
 
@@ -17,9 +18,9 @@ namespace deltacheck {
 namespace device {
 namespace {
 
-constexpr uint32_t kThreads = 64;  // small, so that a few hundred chunks occupy all multiprocessors
-constexpr uint32_t kResident = 16;  // blocks per multiprocessor; leaves 64 registers per thread
-constexpr uint32_t kStripeBytes = 64, kBlockBytes = 1024, kRows = 4, kAccumulators = 8;
+constexpr uint32_t kStripeBytes = 64, kPageBytes = 1024, kRows = 4, kAccumulators = 8;
+// So many pages are summed before they are scrambled.
+constexpr uint32_t kPagesAtOnce = 2 * kBlockWarps;
 constexpr uint32_t kSecretBytes = 192;
 
 constexpr uint32_t kShort1 = 0x9e3779b1, kShort2 = 0x85ebca77, kShort3 = 0xc2b2ae3d;
@@ -151,9 +152,9 @@ __device__ inline Hash hash_to_240(const uint8_t* input, uint32_t length) {
           0 - avalanche(hash.low * kPrime1 + hash.high * kPrime4 + length * kPrime2)};
 }
 
-// --- more: by a warp -----------------------------------------------------------------------------
+// --- more: by a block ----------------------------------------------------------------------------
 
-// The words of a block that a lane holds: kRows rows of 32 words. If the chunk is not aligned,
+// The words of a page that a lane holds: kRows rows of 32 words. If the chunk is not aligned,
 // these are the aligned words that contain them, and the first lane also holds the word behind
 // them.
 template <bool kAligned>
@@ -199,30 +200,50 @@ __device__ inline uint64_t scrambled(uint64_t accumulator, uint64_t key) {
   return (accumulator ^ accumulator >> 47 ^ key) * kShort1;
 }
 
-// Adds `blocks` whole blocks. REQUIRES, if not aligned: the last aligned word that holds a byte of
-// them ends inside the chunk.
-template <bool kAligned, uint32_t kAhead>
-__device__ inline uint64_t hash_blocks(const uint8_t* input, uint32_t blocks, const uint64_t* keys,
-                                       uint64_t scramble, uint64_t accumulator) {
+// The sums of pages, for each accumulator. Two batches: one is scrambled while the next is summed.
+struct PageSums {
+  uint64_t sums[2][kPagesAtOnce][kAccumulators];
+};
+
+// Returns the accumulators after `pages` whole pages, to the lanes of the first warp; lane i has
+// accumulator i % 8. REQUIRES, if not aligned: the last aligned word that holds a byte of them ends
+// inside the chunk.
+template <bool kAligned>
+__device__ inline uint64_t hash_pages(const uint8_t* input, uint64_t pages, const uint64_t* keys,
+                                      uint64_t scramble, uint64_t accumulator, PageSums& shared) {
+  constexpr uint32_t kEach = kPagesAtOnce / kBlockWarps;
   const uint32_t shift = kAligned ? 0 : reinterpret_cast<uintptr_t>(input) % 8 * 8;
-  const uint8_t* from = input - shift / 8;
-  const uint8_t* const end = from + uint64_t{blocks} * kBlockBytes;
-  Loaded<kAligned> ahead[kAhead];
+  const uint8_t* const aligned = input - shift / 8;
+  const uint32_t lane = lane_of_thread(), warp = warp_of_thread();
+  const uint64_t batches = (pages + kPagesAtOnce - 1) / kPagesAtOnce;
+  for (uint64_t batch = 0; batch <= batches; ++batch) {
+    // Pages warp, warp + kBlockWarps, .. of the batch.
+    const uint64_t first = batch * kPagesAtOnce + warp;
+    Loaded<kAligned> loaded[kEach];
 #pragma unroll
-  for (uint32_t i = 0; i < kAhead; ++i) {
-    if (i < blocks) ahead[i].load(from + i * kBlockBytes);
-  }
-  while (from != end) {
+    for (uint32_t i = 0; i < kEach; ++i) {
+      const uint64_t page = first + i * kBlockWarps;
+      if (page < pages) loaded[i].load(aligned + page * kPageBytes);
+    }
+    if (warp == 0 && batch > 0) {
+      const uint64_t before = (batch - 1) * kPagesAtOnce;
+      const uint32_t count =
+          static_cast<uint32_t>(pages - before < kPagesAtOnce ? pages - before : kPagesAtOnce);
+      for (uint32_t page = 0; page < count; ++page) {
+        const uint64_t sum = shared.sums[(batch - 1) % 2][page][lane % kAccumulators];
+        accumulator = scrambled(accumulator + sum, scramble);
+      }
+    }
 #pragma unroll
-    for (uint32_t i = 0; i < kAhead; ++i) {
-      if (from == end) break;
+    for (uint32_t i = 0; i < kEach; ++i) {
+      if (first + i * kBlockWarps >= pages) break;
       Sums sums;
 #pragma unroll
-      for (uint32_t row = 0; row < kRows; ++row) sums.add(ahead[i].word(row, shift), keys[row]);
-      if (from + kAhead * kBlockBytes < end) ahead[i].load(from + kAhead * kBlockBytes);
-      accumulator = scrambled(accumulator + sums.combined(), scramble);
-      from += kBlockBytes;
+      for (uint32_t row = 0; row < kRows; ++row) sums.add(loaded[i].word(row, shift), keys[row]);
+      const uint64_t sum = sums.combined();
+      if (lane < kAccumulators) shared.sums[batch % 2][warp + i * kBlockWarps][lane] = sum;
     }
+    __syncthreads();
   }
   return accumulator;
 }
@@ -242,32 +263,31 @@ __device__ inline uint64_t first_accumulator(uint32_t i) {
   return i < 4 ? low : high;
 }
 
-__device__ inline Hash hash_long(const uint8_t* input, uint64_t length) {
+// Returns the hash to the first warp. The whole block must call it.
+__device__ inline Hash hash_long(const uint8_t* input, uint64_t length, PageSums& shared) {
   const uint32_t lane = lane_of_thread(), mine = lane % kAccumulators,
                  stripe = lane / kAccumulators;
   uint64_t keys[kRows];
   for (uint32_t row = 0; row < kRows; ++row) keys[row] = secret(8 * (stripe + 4 * row + mine));
   const uint64_t scramble = secret(kSecretBytes - kStripeBytes + 8 * mine);
   uint64_t accumulator = first_accumulator(mine);
-  const uint32_t blocks = static_cast<uint32_t>((length - 1) / kBlockBytes);
-  uint32_t done = 0;
-  if (reinterpret_cast<uintptr_t>(input) % 8 == 0) {
-    accumulator = hash_blocks<true, 2>(input, blocks, keys, scramble, accumulator);
-    done = blocks;
-  } else if (blocks > 0) {
-    done = length - uint64_t{blocks} * kBlockBytes < 8 ? blocks - 1 : blocks;
-    accumulator = hash_blocks<false, 1>(input, done, keys, scramble, accumulator);
-  }
-  // The remainder: possibly one more whole block, then stripes of the last one.
+  const uint64_t pages = (length - 1) / kPageBytes;
+  const bool aligned = reinterpret_cast<uintptr_t>(input) % 8 == 0;
+  // Not aligned, the last page may lack the word behind it.
+  uint64_t done = aligned || pages == 0 || length - pages * kPageBytes >= 8 ? pages : pages - 1;
+  accumulator = aligned ? hash_pages<true>(input, done, keys, scramble, accumulator, shared)
+                        : hash_pages<false>(input, done, keys, scramble, accumulator, shared);
+  if (warp_of_thread() != 0) return {};
+  // The remainder: possibly one more whole page, then stripes of the last one.
   for (;; ++done) {
-    const uint8_t* block = input + uint64_t{done} * kBlockBytes;
-    const uint64_t stripes = (length - 1 - uint64_t{done} * kBlockBytes) / kStripeBytes;
+    const uint8_t* page = input + done * kPageBytes;
+    const uint64_t stripes = (length - 1 - done * kPageBytes) / kStripeBytes;
     Sums sums;
 #pragma unroll 1
-    for (uint32_t i = stripe; i < stripes && i < kBlockBytes / kStripeBytes; i += kRows) {
-      sums.add(read64(block + i * kStripeBytes + 8 * mine), secret(8 * (i + mine)));
+    for (uint32_t i = stripe; i < stripes && i < kPageBytes / kStripeBytes; i += kRows) {
+      sums.add(read64(page + i * kStripeBytes + 8 * mine), secret(8 * (i + mine)));
     }
-    if (done < blocks) {
+    if (done < pages) {
       accumulator = scrambled(accumulator + sums.combined(), scramble);
       continue;
     }
@@ -283,44 +303,37 @@ __device__ inline Hash hash_long(const uint8_t* input, uint64_t length) {
                  ~(length * kPrime2))};
 }
 
-// Computes and writes a digest, by a whole warp.
-__device__ inline void write_digest(const uint8_t* input, uint64_t length, uint64_t* digest) {
+// Computes and writes a digest, by a whole block.
+__device__ inline void write_digest(const uint8_t* input, uint64_t length, uint64_t* digest,
+                                    PageSums& shared) {
   Hash hash;
   if (length > 240)
-    hash = hash_long(input, length);
-  else if (lane_of_thread() == 0)
+    hash = hash_long(input, length, shared);
+  else if (threadIdx.x == 0)
     hash = length > 16 ? hash_to_240(input, static_cast<uint32_t>(length))
                        : hash_to_16(input, static_cast<uint32_t>(length));
-  if (lane_of_thread() == 0) {
+  if (threadIdx.x == 0) {
     digest[0] = hash.high;
     digest[1] = hash.low;
   }
 }
 
-__device__ inline uint32_t warp_of_grid() {
-  return blockIdx.x * (kThreads / kWarpThreads) + warp_of_thread();
-}
-
-uint32_t blocks_for(uint32_t chunks) {
-  constexpr uint32_t kWarps = kThreads / kWarpThreads;
-  return chunks / kWarps + (chunks % kWarps != 0);
-}
-
-__global__ void __launch_bounds__(kThreads, kResident)
+__global__ void __launch_bounds__(kBlockThreads, 4)
     digest_rows(const Chunk* table, const Row* rows, const uint64_t* count, uint64_t* digests) {
-  const uint32_t i = warp_of_grid();
-  if (i >= *count) return;
-  const Chunk& chunk = table[rows[i].chunk];
-  write_digest(chunk.current, uint64_t{chunk.words} * chunk.word_bytes, digests + 2 * uint64_t{i});
+  DELTACHECK_SHARED(PageSums, shared);
+  if (blockIdx.x >= *count) return;
+  const Chunk& chunk = table[rows[blockIdx.x].chunk];
+  write_digest(chunk.current, uint64_t{chunk.words} * chunk.word_bytes,
+               digests + 2 * uint64_t{blockIdx.x}, shared);
 }
 
-__global__ void __launch_bounds__(kThreads, kResident)
-    digest_chunks(const Chunk* table, uint32_t chunks, uint64_t* digests) {
-  const uint32_t i = warp_of_grid();
-  if (i >= chunks) return;
-  const Chunk& chunk = table[i];
+__global__ void __launch_bounds__(kBlockThreads, 4)
+    digest_chunks(const Chunk* table, uint64_t* digests) {
+  DELTACHECK_SHARED(PageSums, shared);
+  const Chunk& chunk = table[blockIdx.x];
   const uint8_t* input = chunk.base != nullptr ? chunk.base : chunk.current;
-  write_digest(input, uint64_t{chunk.words} * chunk.word_bytes, digests + 2 * uint64_t{i});
+  write_digest(input, uint64_t{chunk.words} * chunk.word_bytes, digests + 2 * uint64_t{blockIdx.x},
+               shared);
 }
 
 }  // namespace
@@ -328,13 +341,13 @@ __global__ void __launch_bounds__(kThreads, kResident)
 cudaError_t enqueue_digests(const Chunk* table, const Row* rows, const uint64_t* count,
                             uint32_t most, uint64_t* digests, cudaStream_t stream) {
   if (most == 0) return cudaSuccess;
-  DELTACHECK_LAUNCH(digest_rows, blocks_for(most), kThreads, stream, table, rows, count, digests);
+  DELTACHECK_LAUNCH(digest_rows, most, kBlockThreads, stream, table, rows, count, digests);
   return cudaGetLastError();
 }
 
 cudaError_t digest(const Chunk* table, uint32_t chunks, uint64_t* digests, cudaStream_t stream) {
   if (chunks == 0) return cudaSuccess;
-  DELTACHECK_LAUNCH(digest_chunks, blocks_for(chunks), kThreads, stream, table, chunks, digests);
+  DELTACHECK_LAUNCH(digest_chunks, chunks, kBlockThreads, stream, table, digests);
   return cudaGetLastError();
 }
 

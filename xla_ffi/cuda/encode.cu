@@ -2,13 +2,18 @@
 // no block ever waits for another, and the bytes do not depend on their scheduling. The places of
 // the streams depend on all chunks; they are computed between two kernels:
 //
-//   lay_out        the slot of each chunk in scratch
-//   choose_method  4.4 of docs/reference/format.md, from the sample
-//   compact        sparse and bitmap chunks: their streams into their slots; their bases
-//   place          the place of each chunk's part of each stream; the rows
-//   store          slots, and all other chunks directly from memory, into the payload; the other
-//                  bases
+//   lay_out  the slot of each chunk in scratch
+//   compact  the method of each chunk, from its sample (4.4 of docs/reference/format.md); sparse
+//            and bitmap chunks: their streams into their slots; their bases
+//   place    the place of each chunk's part of each stream; the rows
+//   store    slots, and all other chunks directly from memory, into the payload; the other bases
+//
+// The kernels are limited by memory, if the arithmetic for each word stays small and no thread
+// waits for memory without need. So a tile is compared in units of 16 bytes, and bytes are packed
+// in shared memory before they are stored. What was tried and was slower is in
+// docs/lab/benchmarks.md.
 
+#include <cstring>
 #include <type_traits>
 
 #include "cuda/block.cuh"
@@ -75,16 +80,21 @@ union ForAnyWord {
 
 // --- one tile: comparison of its words -----------------------------------------------------------
 
-// Each thread compares kUnits units of a tile: unit `thread`, then `kBlockThreads + thread`, and so
-// on. So neighbouring threads load neighbouring units.
+// Each thread compares kUnits units of a tile. The units of a warp are neighbours, and so are those
+// that its lanes load at once.
 constexpr uint32_t kUnitBytes = sizeof(uint4);
 constexpr uint32_t kUnits = kTileBytes / (kUnitBytes * kBlockThreads);
 template <int W>
 constexpr uint32_t kUnitWords = kUnitBytes / W;
 
+// Returns the place in the tile of a unit of this thread.
+__device__ inline uint32_t place_of_unit(uint32_t unit) {
+  return (warp_of_thread() * kUnits + unit) * kWarpThreads + lane_of_thread();
+}
+
 // Four numbers of 16 bits, one for each unit of a thread: bits of its words, or counts.
 using PerUnit = uint64_t;
-static_assert(kUnits == 4 && kUnitWords<1> == 16 && kBlockThreads * kUnitWords<1> < 1 << 16);
+static_assert(kUnits == 4 && kWarpThreads * kUnitWords<1> < 1 << 16);
 
 __device__ inline uint32_t of_unit(PerUnit numbers, uint32_t unit) {
   return static_cast<uint32_t>(numbers >> (16 * unit)) & 0xffffu;
@@ -96,7 +106,8 @@ struct Tile {
 
   __device__ Tile(const Chunk& chunk, uint64_t tile)
       : current(reinterpret_cast<const U*>(chunk.current) + tile * kTileWords<W>),
-        base(reinterpret_cast<U*>(chunk.base) + tile * kTileWords<W>),
+        base(chunk.base == nullptr ? nullptr
+                                   : reinterpret_cast<U*>(chunk.base) + tile * kTileWords<W>),
         words(words_of_tile(chunk.words, tile, kTileWords<W>)) {}
 
   const U* current;
@@ -105,32 +116,90 @@ struct Tile {
 };
 
 template <int W>
-__device__ inline uint32_t differing_words(const uint4& current, const uint4& base) {
-  const uint32_t differing[4] = {current.x ^ base.x, current.y ^ base.y, current.z ^ base.z,
-                                 current.w ^ base.w};
-  uint32_t bits = 0;
-  for (uint32_t i = 0; i < kUnitWords<W>; ++i) {
-    const uint32_t word =
-        W == 8 ? differing[2 * i % 4] | differing[(2 * i + 1) % 4]
-               : static_cast<typename Word<W>::type>(differing[i * W / 4] >> (i * W % 4 * 8));
-    bits |= static_cast<uint32_t>(word != 0) << i;
+__device__ inline bool in_whole_units(const Tile<W>& tile) {
+  const uintptr_t addresses =
+      reinterpret_cast<uintptr_t>(tile.current) | reinterpret_cast<uintptr_t>(tile.base);
+  return tile.words == kTileWords<W> && addresses % kUnitBytes == 0;
+}
+
+// The units of one thread, of both arrays.
+struct Units {
+  uint4 current[kUnits], base[kUnits];
+};
+
+// Loads the unit that begins at a word of a tile. Words behind the end of the tile are 0. A call,
+// so that it takes no registers of its callers: few tiles are not aligned, or the last of a chunk.
+template <int W>
+__device__ __noinline__ uint4 load_words(const typename Word<W>::type* array, uint32_t first,
+                                         uint32_t end) {
+  typename Word<W>::type words[kUnitWords<W>];
+#pragma unroll
+  for (uint32_t i = 0; i < kUnitWords<W>; ++i) words[i] = first + i < end ? array[first + i] : 0;
+  uint4 unit;
+  memcpy(&unit, words, kUnitBytes);
+  return unit;
+}
+
+// Loads the units of this thread. All loads are in flight at once. Without a base, both are
+// current.
+template <int W>
+__device__ inline void load_units(const Tile<W>& tile, Units& units) {
+  const auto* const base = tile.base != nullptr ? tile.base : tile.current;
+  if (in_whole_units(tile)) {
+#pragma unroll
+    for (uint32_t unit = 0; unit < kUnits; ++unit) {
+      units.current[unit] = reinterpret_cast<const uint4*>(tile.current)[place_of_unit(unit)];
+      units.base[unit] = reinterpret_cast<const uint4*>(base)[place_of_unit(unit)];
+    }
+    return;
   }
-  return bits;
+#pragma unroll
+  for (uint32_t unit = 0; unit < kUnits; ++unit) {
+    const uint32_t first = place_of_unit(unit) * kUnitWords<W>;
+    units.current[unit] = load_words<W>(tile.current, first, tile.words);
+    units.base[unit] = load_words<W>(base, first, tile.words);
+  }
+}
+
+// Returns the highest bit of each byte (W = 1) or half (W = 2) of x that is not 0.
+template <int W>
+__device__ inline uint32_t marks(uint32_t x) {
+  constexpr uint32_t kBelow = W == 1 ? 0x7f7f7f7fu : 0x7fff7fffu;
+  return (((x & kBelow) + kBelow) | x) & ~kBelow;
+}
+
+// Returns bit i for word i of a unit if it differs.
+template <int W>
+__device__ inline uint32_t differing_words(const uint4& current, const uint4& base) {
+  const uint32_t x = current.x ^ base.x, y = current.y ^ base.y, z = current.z ^ base.z,
+                 w = current.w ^ base.w;
+  if (W == 1) {  // the multiplication gathers the bits 0, 8, 16 and 24 in 24 to 27
+    constexpr uint32_t kGather = 0x01020408u;
+    return (marks<1>(x) >> 7) * kGather >> 24 | (marks<1>(y) >> 7) * kGather >> 24 << 4 |
+           (marks<1>(z) >> 7) * kGather >> 24 << 8 | (marks<1>(w) >> 7) * kGather >> 24 << 12;
+  }
+  if (W == 2) {  // the low halves have the even bits, and the high ones the odd bits
+    const uint32_t halves =
+        marks<2>(x) >> 15 | marks<2>(y) >> 13 | marks<2>(z) >> 11 | marks<2>(w) >> 9;
+    return (halves | halves >> 15) & 0xffu;
+  }
+  if (W == 4) {
+    return static_cast<uint32_t>(x != 0) | static_cast<uint32_t>(y != 0) << 1 |
+           static_cast<uint32_t>(z != 0) << 2 | static_cast<uint32_t>(w != 0) << 3;
+  }
+  return static_cast<uint32_t>((x | y) != 0) | static_cast<uint32_t>((z | w) != 0) << 1;
 }
 
 // Compares the units of this thread and holds the bits of the changed words.
 template <int W>
 __device__ inline PerUnit changed_words(const Tile<W>& tile) {
   PerUnit changed = 0;
-  const uintptr_t addresses =
-      reinterpret_cast<uintptr_t>(tile.current) | reinterpret_cast<uintptr_t>(tile.base);
-  if (tile.words == kTileWords<W> && addresses % kUnitBytes == 0) {
-    uint4 current[kUnits], base[kUnits];  // all loads are in flight at once
+  if (in_whole_units(tile)) {
+    uint4 current[kUnits], base[kUnits];
 #pragma unroll
     for (uint32_t unit = 0; unit < kUnits; ++unit) {
-      current[unit] =
-          reinterpret_cast<const uint4*>(tile.current)[unit * kBlockThreads + threadIdx.x];
-      base[unit] = reinterpret_cast<const uint4*>(tile.base)[unit * kBlockThreads + threadIdx.x];
+      current[unit] = reinterpret_cast<const uint4*>(tile.current)[place_of_unit(unit)];
+      base[unit] = reinterpret_cast<const uint4*>(tile.base)[place_of_unit(unit)];
     }
 #pragma unroll
     for (uint32_t unit = 0; unit < kUnits; ++unit)
@@ -138,7 +207,7 @@ __device__ inline PerUnit changed_words(const Tile<W>& tile) {
     return changed;
   }
   for (uint32_t unit = 0; unit < kUnits; ++unit) {
-    const uint32_t first = (unit * kBlockThreads + threadIdx.x) * kUnitWords<W>;
+    const uint32_t first = place_of_unit(unit) * kUnitWords<W>;
     for (uint32_t i = 0; i < kUnitWords<W> && first + i < tile.words; ++i)
       changed |= PerUnit{tile.current[first + i] != tile.base[first + i]} << (16 * unit + i);
   }
@@ -149,20 +218,23 @@ __device__ inline PerUnit changed_words(const Tile<W>& tile) {
 template <int W>
 __device__ inline uint32_t list_positions(PerUnit changed, uint16_t* positions,
                                           BlockScratch& scratch) {
-  PerUnit counts = 0, totals;
+  PerUnit counts = 0;
   for (uint32_t unit = 0; unit < kUnits; ++unit)
     counts |= static_cast<PerUnit>(__popc(of_unit(changed, unit))) << (16 * unit);
-  const PerUnit before = block_exclusive_sum(counts, scratch, &totals);
-  uint32_t start = 0;  // of the words of all threads' unit
+  const PerUnit inclusive = warp_inclusive_sum(counts),
+                totals = __shfl_sync(kAllLanes, inclusive, kWarpThreads - 1);
+  uint32_t words, in_warp = 0;
+  for (uint32_t unit = 0; unit < kUnits; ++unit) in_warp += of_unit(totals, unit);
+  uint32_t start = sum_below_warp(in_warp, scratch, &words);  // of the words of a warp's units
   for (uint32_t unit = 0; unit < kUnits; ++unit) {
-    const uint32_t first = (unit * kBlockThreads + threadIdx.x) * kUnitWords<W>;
-    uint32_t at = start + of_unit(before, unit);
+    const uint32_t first = place_of_unit(unit) * kUnitWords<W>;
+    uint32_t at = start + of_unit(inclusive - counts, unit);
     for (uint32_t bits = of_unit(changed, unit); bits != 0; bits &= bits - 1)
       positions[at++] = static_cast<uint16_t>(first + static_cast<uint32_t>(__ffs(bits)) - 1);
     start += of_unit(totals, unit);
   }
   __syncthreads();
-  return start;
+  return words;
 }
 
 __device__ inline uint32_t gap_before(const uint16_t* positions, uint32_t k) {
@@ -178,7 +250,7 @@ __device__ inline void bitmap_bytes(PerUnit changed, uint32_t words, Put put) {
     for (uint32_t by = 1; by < kByteUnits; by *= 2)
       bits |= __shfl_down_sync(kAllLanes, bits, by) << (by * kUnitWords<W>);
     if (threadIdx.x % kByteUnits != 0) continue;
-    const uint32_t first = (unit * kBlockThreads + threadIdx.x) * kUnitWords<W>;
+    const uint32_t first = place_of_unit(unit) * kUnitWords<W>;
     for (uint32_t word = 0; word < kUnitWords<W> && first + word < words; word += 8)
       put((first + word) / 8, static_cast<uint8_t>(bits >> word));
   }
@@ -400,19 +472,6 @@ __device__ inline Method choose(const Chunk& chunk, ChooseShared<W>& shared) {
   return planes_cost_less<W>(chunk, sample_words, best.cost, shared) ? kPlanes : best.method;
 }
 
-__global__ void __launch_bounds__(kBlockThreads, 4) choose_method(Job job) {
-  DELTACHECK_SHARED(ForAnyWord<ChooseShared>, shared);
-  const Chunk chunk = job.arguments.table[blockIdx.x];
-  Row row{blockIdx.x, kUnchanged, chunk.base != nullptr ? 0 : chunk.words, 0, 0};
-  if (chunk.words > 0) {
-    with_word(chunk.word_bytes, [&](auto bytes) {
-      constexpr int W = decltype(bytes)::value;
-      row.method = choose<W>(chunk, shared);
-    });
-  }
-  if (threadIdx.x == 0) job.entries[blockIdx.x].row = row;
-}
-
 // --- sparse and bitmap ---------------------------------------------------------------------------
 
 // A slot holds, from its start, the entries of the tiles, the bitmap if there is one, and then for
@@ -434,10 +493,16 @@ struct Slot {
 };
 
 template <int W>
-struct CompactShared {
+struct StoreChangesShared {
   uint16_t positions[kTileWords<W>];
   typename Word<W>::type z[W > 1 ? kTileWords<W> : 1];  // of the changed words
   BlockScratch scratch;
+};
+
+template <int W>
+union CompactShared {
+  ChooseShared<W> choose;
+  StoreChangesShared<W> changes;
 };
 
 // The sizes of the parts that one tile owns.
@@ -452,7 +517,7 @@ struct Owned {
 template <int W>
 __device__ inline Owned store_changes(const Tile<W>& tile, uint32_t words, bool bitmap,
                                       uint8_t* values, typename Word<W>::type* wide_end,
-                                      uint64_t room, CompactShared<W>& shared) {
+                                      uint64_t room, StoreChangesShared<W>& shared) {
   using U = typename Word<W>::type;
   const uint32_t each = (words + kBlockThreads - 1) / kBlockThreads * kWarpThreads;
   const uint32_t begin = warp_of_thread() * each < words ? warp_of_thread() * each : words;
@@ -471,17 +536,16 @@ __device__ inline Owned store_changes(const Tile<W>& tile, uint32_t words, bool 
       wide += z > 255;
     }
   }
-  uint64_t totals;
-  const uint64_t before = block_exclusive_sum(uint64_t{wide} << 32 | more, shared.scratch, &totals);
-  const uint32_t all_more = static_cast<uint32_t>(totals),
-                 all_wide = static_cast<uint32_t>(totals >> 32);
+  // Both fit into 16 bits: a tile has at most 8192 words of two bytes and more, and 64 escapes.
+  uint32_t totals;
+  const uint32_t before = block_exclusive_sum(wide << 16 | more, shared.scratch, &totals);
+  const uint32_t all_more = totals & 0xffffu, all_wide = totals >> 16;
   const Owned owned{words, bitmap ? 0 : words + all_more, all_wide};
   if (values == nullptr || totals == 0 ||
       owned.words + owned.gap_bytes + uint64_t{all_wide} * W >= room)
     return owned;
-  const uint64_t before_warp = __shfl_sync(kAllLanes, before, 0);
-  uint32_t more_at = static_cast<uint32_t>(before_warp),
-           wide_at = static_cast<uint32_t>(before_warp >> 32);
+  const uint32_t before_warp = __shfl_sync(kAllLanes, before, 0);
+  uint32_t more_at = before_warp & 0xffffu, wide_at = before_warp >> 16;
   for (uint32_t start = begin; start < end; start += kWarpThreads) {
     const uint32_t k = start + lane_of_thread();
     if (all_more != 0) {
@@ -510,7 +574,7 @@ __device__ inline Owned store_changes(const Tile<W>& tile, uint32_t words, bool 
 // the chunk, the method becomes raw, and the content of the slot is undefined.
 template <int W>
 __device__ inline void compact_chunk(const Chunk& chunk, uint8_t* slot_start,
-                                     CompactShared<W>& shared, Row* row) {
+                                     StoreChangesShared<W>& shared, Row* row) {
   const bool bitmap = row->method == kBitmap;
   const Slot<W> slot(slot_start, chunk, bitmap);
   const uint64_t limit =
@@ -558,14 +622,18 @@ __global__ void __launch_bounds__(kBlockThreads, 4) compact(Job job) {
   DELTACHECK_SHARED(ForAnyWord<CompactShared>, shared);
   const Chunk chunk = job.arguments.table[blockIdx.x];
   Entry& entry = job.entries[blockIdx.x];
-  Row row = entry.row;
-  if (row.method != kSparse && row.method != kBitmap) return;
   uint8_t* const slot = job.slots + entry.slot;
-  with_word(chunk.word_bytes, [&](auto bytes) {
-    constexpr int W = decltype(bytes)::value;
-    compact_chunk<W>(chunk, slot, shared, &row);
-  });
-  __syncthreads();  // all have read the entry
+  Row row{blockIdx.x, kUnchanged, chunk.base != nullptr ? 0 : chunk.words, 0, 0};
+  if (chunk.words > 0) {
+    with_word(chunk.word_bytes, [&](auto bytes) {
+      constexpr int W = decltype(bytes)::value;
+      CompactShared<W>& of_word = shared;
+      row.method = choose<W>(chunk, of_word.choose);
+      if (row.method != kSparse && row.method != kBitmap) return;
+      __syncthreads();  // `changes` lies in the place of `choose`
+      compact_chunk<W>(chunk, slot, of_word.changes, &row);
+    });
+  }
   if (threadIdx.x == 0) entry.row = row;
 }
 
@@ -584,19 +652,49 @@ __device__ inline uint8_t* place_of(const Job& job, int stream) {
          job.offsets[uint64_t{static_cast<uint32_t>(stream)} * job.arguments.chunks + blockIdx.x];
 }
 
-// Copies the share of thread `thread` of `threads`.
+// Copies the share of thread `thread` of `threads`. Most bytes are stored in aligned words of 16
+// bytes if both sides are aligned, else of 4 bytes, each combined from two aligned words that lie
+// within the source.
 __device__ inline void copy_bytes(uint8_t* __restrict__ to, const uint8_t* __restrict__ from,
                                   uint64_t bytes, uint32_t thread, uint32_t threads) {
+  const uintptr_t target = reinterpret_cast<uintptr_t>(to),
+                  source = reinterpret_cast<uintptr_t>(from);
+  uint64_t head = 0, end = 0;  // of what is copied in words
+  if ((target | source) % sizeof(uint4) == 0) {
+    end = bytes / sizeof(uint4) * sizeof(uint4);
 #pragma unroll 4
-  for (uint64_t i = thread; i < bytes; i += threads) to[i] = from[i];
+    for (uint64_t i = thread; i < end / sizeof(uint4); i += threads)
+      reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+  } else {
+    head = -target % 4;
+    if (head < -source % 4) head += 4;
+    const uint32_t shift = (source + head) % 4 * 8;
+    const uint64_t needed = shift == 0 ? head : head + 4;  // with the second word of the first
+    const uint64_t words = bytes < needed ? 0 : (bytes - needed + shift / 8) / 4;
+    const uint32_t* const pairs = reinterpret_cast<const uint32_t*>(from + head - shift / 8);
+    uint32_t* const aligned = reinterpret_cast<uint32_t*>(to + head);
+#pragma unroll 4
+    for (uint64_t i = thread; i < words; i += threads) {
+      const uint64_t high = shift == 0 ? 0 : pairs[i + 1];
+      aligned[i] = static_cast<uint32_t>((high << 32 | pairs[i]) >> shift);
+    }
+    head = words == 0 ? 0 : head;
+    end = head + 4 * words;
+  }
+  const uint64_t rest = head + bytes - end;
+  for (uint64_t i = thread; i < rest; i += threads) {
+    const uint64_t at = i < head ? i : end - head + i;
+    to[at] = from[at];
+  }
 }
 
-// Copies a chunk from its slot to the payload. Each warp copies the parts of one tile.
+// Copies a chunk from its slot to the payload. Few threads copy the parts of one tile, which are
+// mostly short, so that a block waits for many of them at once.
 template <int W>
 __device__ inline void store_slot(const Job& job, const Chunk& chunk, const Entry& entry,
                                   BlockScratch& scratch, uint64_t* before_tile) {
   // Three sums of 21 bits each fit into a word for up to this number of tiles.
-  constexpr uint32_t kTogether = 64, kSumBits = 21;
+  constexpr uint32_t kTogether = 64, kSumBits = 21, kCopyThreads = 8;
   static_assert(kTogether * kTileBytes < 1 << kSumBits && kTogether <= kBlockThreads);
   const bool bitmap = entry.row.method == kBitmap;
   const Slot<W> slot(job.slots + entry.slot, chunk, bitmap);
@@ -621,14 +719,16 @@ __device__ inline void store_slot(const Job& job, const Chunk& chunk, const Entr
     const auto column_of = [](uint64_t sums, int column) {
       return sums >> (kSumBits * column) & ((1u << kSumBits) - 1);
     };
-    for (uint32_t tile = warp_of_thread(); tile < group; tile += kBlockWarps) {
+    for (uint32_t tile = threadIdx.x / kCopyThreads; tile < group;
+         tile += kBlockThreads / kCopyThreads) {
       const uint16_t* const entry_of_tile = slot.entries + 3 * (start + tile);
       const uint64_t words_at = words_before + column_of(before_tile[tile], 0);
       const uint64_t gaps_at = gaps_before + column_of(before_tile[tile], 1);
       const uint64_t wide_at = wide_before + column_of(before_tile[tile], 2);
       const uint8_t* const record = slot.records + words_at + gaps_at;
       const auto copy = [&](uint8_t* to, const void* from, uint64_t bytes) {
-        copy_bytes(to, static_cast<const uint8_t*>(from), bytes, lane_of_thread(), kWarpThreads);
+        copy_bytes(to, static_cast<const uint8_t*>(from), bytes, threadIdx.x % kCopyThreads,
+                   kCopyThreads);
       };
       copy(values + words_at, record, entry_of_tile[0]);
       copy(gaps + gaps_at, record + entry_of_tile[0], entry_of_tile[1]);
@@ -641,55 +741,113 @@ __device__ inline void store_slot(const Job& job, const Chunk& chunk, const Entr
   }
 }
 
+// One tile, as it will lie in the payload: the planes of its words, or its words.
+struct PlanesShared {
+  uint4 bytes[kTileBytes / sizeof(uint4)];
+  uint8_t* to[8];  // the place of each plane
+};
+
+// Puts the planes of a unit into their places in shared memory.
+template <int W>
+__device__ inline void put_planes(const typename Word<W>::type (&words)[kUnitWords<W>],
+                                  uint32_t place, uint8_t* planes) {
+  // Of one plane of a unit, so many bytes are stored at once.
+  using Part = std::conditional_t<W == 8, uint16_t, uint32_t>;
+#pragma unroll
+  for (uint32_t k = 0; k < W; ++k) {
+    Part* const to = reinterpret_cast<Part*>(planes + k * kTileWords<W> + place * kUnitWords<W>);
+#pragma unroll
+    for (uint32_t first = 0; first < kUnitWords<W>; first += sizeof(Part)) {
+      uint32_t part = 0;
+#pragma unroll
+      for (uint32_t i = 0; i < sizeof(Part); ++i)
+        part |= static_cast<uint32_t>(static_cast<uint8_t>(words[first + i] >> (8 * k))) << (8 * i);
+      to[first / sizeof(Part)] = static_cast<Part>(part);
+    }
+  }
+}
+
+// Returns word i of a unit.
+template <int W>
+__device__ inline typename Word<W>::type word_of(const uint4& unit, uint32_t i) {
+  const bool upper = i * W & 8, odd = i * W & 4;
+  if (W == 8) {
+    const uint64_t high = upper ? unit.w : unit.y;
+    return static_cast<typename Word<W>::type>(high << 32 | (upper ? unit.z : unit.x));
+  }
+  const uint32_t quarter = upper ? (odd ? unit.w : unit.z) : (odd ? unit.y : unit.x);
+  return static_cast<typename Word<W>::type>(quarter >> (i * W % 4 * 8));
+}
+
+// Writes the changed words of a unit to the base.
+template <int W>
+__device__ inline void store_unit(const Tile<W>& tile, uint32_t place, const uint4& current,
+                                  uint32_t bits) {
+  if (bits == 0) return;
+  if (in_whole_units(tile)) {
+    reinterpret_cast<uint4*>(tile.base)[place] = current;
+    return;
+  }
+  for (; bits != 0; bits &= bits - 1) {
+    const uint32_t i = static_cast<uint32_t>(__ffs(bits)) - 1;
+    tile.base[place * kUnitWords<W> + i] = word_of<W>(current, i);
+  }
+}
+
 // Writes a diff, planes or raw chunk from memory, and copies current to the base. Returns the
 // number of changed words of this thread. With `overflow`, it only writes the base.
 template <int W>
 __device__ inline uint32_t store_words(const Job& job, const Chunk& chunk, uint32_t method,
-                                       bool overflow) {
+                                       bool overflow, PlanesShared& shared) {
   using U = typename Word<W>::type;
-  const U* const current = reinterpret_cast<const U*>(chunk.current);
-  U* const base = reinterpret_cast<U*>(chunk.base);
-  // Byte k of word i goes to to[k][i * step].
-  uint8_t* to[W];
-#pragma unroll
-  for (int k = 0; k < W; ++k) {
-    to[k] = overflow          ? nullptr
-            : method == kRaw  ? place_of(job, kWords) + k
-            : method == kDiff ? place_of(job, kDiff0 + k)
-                              : place_of(job, kPlane0 + k);
-  }
-  const uint64_t step = method == kRaw ? W : 1;
-  constexpr uint32_t kAtOnce = W == 8 ? 4 : 8;  // loads in flight
+  const int first_stream = method == kRaw ? kWords : method == kDiff ? kDiff0 : kPlane0;
+  const uint32_t planes = method == kRaw ? 1 : W;
+  const uint32_t plane_bytes = kTileBytes / planes;
+  if (!overflow && threadIdx.x < planes)
+    shared.to[threadIdx.x] = place_of(job, first_stream + static_cast<int>(threadIdx.x));
+  uint8_t* const packed = reinterpret_cast<uint8_t*>(shared.bytes);
+  const uint64_t tiles = tiles_of(chunk.words, W);
   uint32_t changed = 0;
-  for (uint64_t start = threadIdx.x; start < chunk.words; start += kAtOnce * kBlockThreads) {
-    U now[kAtOnce], before[kAtOnce];
+  for (uint64_t index = 0; index < tiles; ++index) {
+    const Tile<W> tile(chunk, index);
+    Units units;
+    load_units(tile, units);
+    __syncthreads();  // all have copied the tile before
 #pragma unroll
-    for (uint32_t i = 0; i < kAtOnce; ++i) {
-      const uint64_t word = start + i * kBlockThreads;
-      now[i] = word < chunk.words ? current[word] : U{0};
-      before[i] = word < chunk.words && base != nullptr ? base[word] : now[i];
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < kAtOnce; ++i) {
-      const uint64_t word = start + i * kBlockThreads;
-      if (word >= chunk.words) continue;
-      if (now[i] != before[i]) {
-        base[word] = now[i];
-        ++changed;
-      }
+    for (uint32_t unit = 0; unit < kUnits; ++unit) {
+      const uint32_t at = place_of_unit(unit);
+      const uint32_t bits = differing_words<W>(units.current[unit], units.base[unit]);
+      changed += static_cast<uint32_t>(__popc(bits));
+      store_unit(tile, at, units.current[unit], bits);
       if (overflow) continue;
-      const U stored = method == kDiff     ? zigzag<W>(now[i], before[i])
-                       : method == kPlanes ? rotated_left<W>(now[i])
-                                           : now[i];
+      if (method == kRaw) {
+        shared.bytes[at] = units.current[unit];
+        continue;
+      }
+      U now[kUnitWords<W>], then[kUnitWords<W>];
+      memcpy(now, &units.current[unit], kUnitBytes);
+      memcpy(then, &units.base[unit], kUnitBytes);
 #pragma unroll
-      for (int k = 0; k < W; ++k) to[k][word * step] = static_cast<uint8_t>(stored >> (8 * k));
+      for (uint32_t i = 0; i < kUnitWords<W>; ++i)
+        now[i] = method == kDiff ? zigzag<W>(now[i], then[i]) : rotated_left<W>(now[i]);
+      put_planes<W>(now, at, packed);
     }
+    __syncthreads();
+    if (overflow) continue;
+    const uint32_t bytes = tile.words * W / planes;  // of each plane
+#pragma unroll 1
+    for (uint32_t k = 0; k < planes; ++k)
+      copy_bytes(shared.to[k] + index * plane_bytes, packed + k * plane_bytes, bytes, threadIdx.x,
+                 kBlockThreads);
   }
   return changed;
 }
 
 struct StoreShared {
-  uint64_t before_tile[kBlockThreads];
+  union {
+    uint64_t before_tile[kBlockThreads];
+    PlanesShared planes;
+  };
   BlockScratch scratch;
 };
 
@@ -710,7 +868,7 @@ __global__ void __launch_bounds__(kBlockThreads, 4) store(Job job) {
   }
   uint32_t changed = 0;
   with_word(chunk.word_bytes, [&](auto bytes) {
-    changed = store_words<decltype(bytes)::value>(job, chunk, method, overflow);
+    changed = store_words<decltype(bytes)::value>(job, chunk, method, overflow, shared.planes);
   });
   changed = block_sum(changed, shared.scratch);
   // Without a base, and after `compact`, the count is already known and this kernel counted
@@ -737,7 +895,6 @@ cudaError_t encode(const EncodeArguments& arguments, cudaStream_t stream) {
                 scratch + bytes_before_slots(chunks)};
   if (chunks > 0) {
     DELTACHECK_LAUNCH(lay_out, 1, kBlockThreads, stream, job);
-    DELTACHECK_LAUNCH(choose_method, chunks, kBlockThreads, stream, job);
     DELTACHECK_LAUNCH(compact, chunks, kBlockThreads, stream, job);
   }
   DELTACHECK_LAUNCH(place, kStreams + 1, kBlockThreads, stream, job);
