@@ -1,6 +1,7 @@
 """Types of the CUDA encoder, which xla_ffi/module_cuda.cc implements and documents.
 
-All addresses are device memory, except for that of a table to encode.
+All addresses are device memory, except for that of a table to encode and those of the arrays of
+``copy`` (uint64).
 """
 
 from typing import Any
@@ -23,5 +24,6 @@ def encode(
     digests: int,
     stream: int,
 ) -> None: ...
+def copy(sources: int, sizes: int, offsets: int, count: int, target: int, stream: int) -> None: ...
 def digest(table: int, chunks: int, digests: int, stream: int) -> None: ...
 def registrations() -> list[tuple[str, Any, str]]: ...

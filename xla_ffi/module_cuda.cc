@@ -23,7 +23,7 @@ namespace {
 
 // Incremented together with INTERFACE in deltacheck/backends/torch/capture/windows.py whenever a
 // function here changes.
-constexpr int kInterface = 2;
+constexpr int kInterface = 3;
 
 // Throws std::runtime_error with the message of CUDA, which nanobind turns into RuntimeError.
 void must_succeed(cudaError_t error) {
@@ -67,6 +67,19 @@ void encode_table(uint64_t table, uint32_t chunks, uint64_t bytes, uint64_t work
                                         reinterpret_cast<cudaStream_t>(stream)));
 }
 
+// Sources, sizes and offsets are arrays of `count` numbers in host memory.
+void copy_all(uint64_t sources, uint64_t sizes, uint64_t offsets, uint64_t count, uint64_t target,
+              uint64_t stream) {
+  nb::gil_scoped_release released;
+  for (uint64_t i = 0; i < count; ++i) {
+    if (at<const uint64_t>(sizes)[i] == 0) continue;  // it may have no address
+    must_succeed(cudaMemcpyAsync(at<uint8_t>(target + at<const uint64_t>(offsets)[i]),
+                                 at<const uint8_t>(at<const uint64_t>(sources)[i]),
+                                 at<const uint64_t>(sizes)[i], cudaMemcpyDeviceToDevice,
+                                 reinterpret_cast<cudaStream_t>(stream)));
+  }
+}
+
 void digest_table(uint64_t table, uint32_t chunks, uint64_t digests, uint64_t stream) {
   nb::gil_scoped_release released;
   must_succeed(device::digest(at<device::Chunk>(table), chunks, at<uint64_t>(digests),
@@ -87,6 +100,9 @@ NB_MODULE(DELTACHECK_MODULE, m) {
         nb::arg("workspace"), nb::arg("rows"), nb::arg("head"), nb::arg("payload"),
         nb::arg("payload_bytes"), nb::arg("digests"), nb::arg("stream"),
         "Enqueue device::encode of cuda/device.h. Only table is host memory.");
+  m.def("copy", copy_all, nb::arg("sources"), nb::arg("sizes"), nb::arg("offsets"),
+        nb::arg("count"), nb::arg("target"), nb::arg("stream"),
+        "Enqueue copies from many places to offsets of one.");
   m.def("digest", digest_table, nb::arg("table"), nb::arg("chunks"), nb::arg("digests"),
         nb::arg("stream"), "Enqueue device::digest. All addresses are device memory.");
   m.def("registrations", registrations, "Return the handlers, as deltacheck._native does.");

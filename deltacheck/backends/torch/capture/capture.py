@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from deltacheck.backends.numpy_leaves import specs_of
 from deltacheck.backends.torch.capture.batch import Placements, in_place, planned
 from deltacheck.backends.torch.capture.device import Accelerator
-from deltacheck.backends.torch.capture.device_leaves import DeviceLeaves, HeldLeaf
+from deltacheck.backends.torch.capture.device_leaves import CopiedLeaves, DeviceLeaves, HeldLeaf
 from deltacheck.backends.torch.capture.guard import Guarded, unchanged_check
 from deltacheck.backends.torch.capture.staging import Staging
 from deltacheck.backends.torch.state import leaves
@@ -63,8 +63,9 @@ class Capture:
         on_devices = self._device_leaves.held(flat, guarded)
         on_host = self._on_host(flat, guarded, specs, on_devices)
         make = partial(self._made, specs, on_devices, on_host)
-        is_own = all(source.is_own for source in on_host.values()) and not any(
-            leaf.aliases for leaf in on_devices.values()
+        is_own = all(source.is_own for source in on_host.values()) and (
+            isinstance(on_devices, CopiedLeaves)
+            or not any(leaf.aliases for leaf in on_devices.values())
         )
         if may_be_later and is_own:
             return LaterSources(specs, make, is_own=True)

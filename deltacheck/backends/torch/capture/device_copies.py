@@ -2,44 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from deltacheck.backends.torch.capture.device import Accelerator
+from deltacheck.backends.torch.state import leaves
+from deltacheck.codec.base import U64
+from deltacheck.codec.object_loops import read_numbers
 
 # Alignment in bytes, the same as that of CUDA's allocations.
 ALIGNED = 256
 
 
-def copy_bytes(sources: Iterable[torch.Tensor]) -> int:
-    """Return the device memory that ``copied`` takes."""
-    return sum(map(_aligned, sources))
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The places of copies in one piece of memory.
+
+    Attributes:
+        sizes: Their sizes in bytes, uint64.
+        offsets: Their offsets in bytes, uint64.
+        total: The bytes of the memory.
+    """
+
+    sizes: U64
+    offsets: U64
+    total: int
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> Layout:
+        """Return the layout of copies of so many bytes each."""
+        exact = np.array(sizes, np.uint64)
+        ends = np.cumsum(-(-exact.astype(np.int64) // ALIGNED) * ALIGNED)
+        starts = np.concatenate(([0], ends[:-1])).astype(np.uint64)
+        return cls(exact, starts, int(ends[-1]) if ends.size else 0)
 
 
-def copied(device: Accelerator, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def copied(device: Accelerator, sources: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
     """Enqueue copies of tensors on the side stream; ``hold`` waits until they are made.
 
     Args:
         device: The accelerator.
-        sources: Tensors on it, uint8, 1-D.
+        sources: Tensors on it whose memory is their bytes in C order.
+        layout: The places of the copies.
 
     Returns:
-        The copies, parts of one piece of memory that belongs to the side stream.
+        Memory that belongs to the side stream, uint8, with the copies.
     """
-    sizes = [_aligned(source) for source in sources]
-    with device.aside():
-        memory = device.empty(sum(sizes))
-        copies = [
-            memory[end - size : end - size + source.numel()]
-            for source, size, end in zip(sources, sizes, accumulate(sizes), strict=True)
-        ]
-        # One call for all of them, because each launch costs more than a small leaf.
-        torch._foreach_copy_(copies, list(sources), non_blocking=True)
+    addresses = np.empty(len(sources), np.uint64)
+    read_numbers(list(sources), torch.Tensor.data_ptr, addresses)
+    with device.aside() as stream:
+        memory = device.empty(layout.total)
+        if device.native is None:
+            for part, source in zip(parts_of(memory, layout), sources, strict=True):
+                part.copy_(leaves.viewed(source.detach()), non_blocking=True)
+        else:
+            # One call for all of them: tensors of the bytes of each leaf and of its copy would take
+            # several times as long as the launch of the copy.
+            device.native.copy(
+                sources=addresses.ctypes.data,
+                sizes=layout.sizes.ctypes.data,
+                offsets=layout.offsets.ctypes.data,
+                count=len(sources),
+                target=memory.data_ptr(),
+                stream=stream,
+            )
         device.mark_read(sources)
-    return copies
+    return memory
 
 
-def _aligned(source: torch.Tensor) -> int:
-    return -(-source.numel() // ALIGNED) * ALIGNED
+def parts_of(memory: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """Return the copies, as parts of their memory."""
+    return [
+        memory[offset : offset + size]
+        for offset, size in zip(layout.offsets.tolist(), layout.sizes.tolist(), strict=True)
+    ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,14 +12,17 @@ import torch
 from deltacheck.backends.torch.capture import tensor_codec as codec
 from deltacheck.backends.torch.capture import windows
 from deltacheck.backends.torch.capture.device import Accelerator
-from deltacheck.backends.torch.capture.device_copies import copied, copy_bytes
+from deltacheck.backends.torch.capture.device_copies import Layout, copied, parts_of
 from deltacheck.backends.torch.capture.guard import Guarded
 from deltacheck.backends.torch.state import leaves
+from deltacheck.backends.torch.state.repeated import KnownFlat
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.job.spare_memory import SpareMemory
 
 log = logging.getLogger("deltacheck")
 
+# Tensors of these classes have memory of their own.
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 # Device shadows are chosen only if so much of the memory that they need is free, because training
 # must not run out of memory.
 _SPARE = 1.1
@@ -40,6 +44,75 @@ class HeldLeaf(NamedTuple):
     claim: object
 
 
+@dataclass(frozen=True, slots=True)
+class _Residents:
+    """The leaves of a state on one accelerator.
+
+    Attributes:
+        paths: Their paths, in the order of the state.
+        plain: For each, if its memory is its bytes in C order.
+        layout: The places of their copies.
+    """
+
+    paths: list[str]
+    plain: list[bool]
+    layout: Layout
+
+    def memory_of(self, flat: Flat) -> list[torch.Tensor]:
+        """Return tensors whose memory is the bytes of the leaves."""
+        values: list[torch.Tensor] = [flat.arrays[path] for path in self.paths]  # type: ignore[misc]
+        if all(self.plain):
+            return values
+        return [
+            value if plain else leaves.flat_bytes(value)
+            for value, plain in zip(values, self.plain, strict=True)
+        ]
+
+
+class CopiedLeaves(Mapping[str, HeldLeaf]):
+    """Copies of leaves, whose tensors are made when they are looked up.
+
+    Args:
+        residents: The leaves of each accelerator.
+        memory: The copies of each accelerator.
+        claim: The claim to their memory.
+    """
+
+    def __init__(
+        self,
+        residents: Mapping[Accelerator, _Residents],
+        memory: Mapping[Accelerator, torch.Tensor],
+        claim: object,
+    ) -> None:
+        self._residents = residents
+        self._memory = memory
+        self._claim = claim
+        self._device_of = {
+            path: device for device, some in residents.items() for path in some.paths
+        }
+        self._leaves: dict[str, HeldLeaf] | None = None
+
+    def __getitem__(self, path: str) -> HeldLeaf:
+        if self._leaves is None:
+            self._leaves = {
+                path: HeldLeaf(device, content, (), self._claim)
+                for device, some in self._residents.items()
+                for path, content in zip(
+                    some.paths, parts_of(self._memory[device], some.layout), strict=True
+                )
+            }
+        return self._leaves[path]
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._device_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._device_of)
+
+    def __len__(self) -> int:
+        return len(self._device_of)
+
+
 class DeviceLeaves:
     """The leaves on accelerators in the saves of one engine.
 
@@ -52,9 +125,10 @@ class DeviceLeaves:
         self._shadow = shadow
         self._spare: SpareMemory[Accelerator] = SpareMemory(_unreserved_bytes, most_bytes)
         self._has_shadows: dict[Accelerator, bool] = {}
+        self._last: tuple[object, dict[Accelerator, _Residents]] = (None, {})
 
-    def held(self, flat: Flat, guarded: Guarded) -> dict[str, HeldLeaf]:
-        """Return the leaves on accelerators, by path, in the order of ``flat``.
+    def held(self, flat: Flat, guarded: Guarded) -> Mapping[str, HeldLeaf]:
+        """Return the leaves on accelerators, by path.
 
         Unguarded leaves are copied at once, in stream order. If there is memory, all leaves are:
         the training then need not wait until they are read, and their content needs no check.
@@ -63,30 +137,49 @@ class DeviceLeaves:
             flat: The state.
             guarded: The tensors that may be read after ``save`` has returned.
         """
-        devices: dict[str, Accelerator] = {}
-        contents: dict[Accelerator, dict[str, torch.Tensor]] = {}
+        residents = self._residents(flat)
+        for device, some in residents.items():
+            # Decided once, because later the shadows themselves take up the memory.
+            if device not in self._has_shadows:
+                self._has_shadows[device] = self._decide(device, int(some.layout.sizes.sum()))
+        copies = self._copied_as_a_whole(flat, residents)
+        if copies is not None:
+            return copies
+        held = {}
+        for device, some in residents.items():
+            contents = {
+                path: leaves.flat_bytes(flat.arrays[path])  # type: ignore[arg-type]
+                for path in some.paths
+            }
+            aliases = {path: guarded.watched(flat.arrays[path]) for path in some.paths}
+            _copy(device, contents, [path for path in some.paths if not aliases[path]])
+            for path in some.paths:
+                held[path] = HeldLeaf(device, contents[path], aliases[path], None)
+        return held
+
+    def _residents(self, flat: Flat) -> dict[Accelerator, _Residents]:
+        """Return the leaves of each accelerator."""
+        # A known structure has the same specs at each save, and leaves of the same forms, on the
+        # same devices.
+        specs = flat.specs if isinstance(flat, KnownFlat) else None
+        if specs is not None and self._last[0] is specs:
+            return self._last[1]
+        paths: dict[Accelerator, dict[str, torch.Tensor]] = {}
         for path, value in flat.arrays.items():
             if isinstance(value, torch.Tensor):
                 device = codec.accelerator_of(value)
                 if device is not None:
-                    devices[path] = device
-                    contents.setdefault(device, {})[path] = leaves.flat_bytes(value)
-        for device, content in contents.items():
-            # Decided once, because later the shadows themselves take up the memory.
-            if device not in self._has_shadows:
-                self._has_shadows[device] = self._decide(
-                    device, sum(tensor.numel() for tensor in content.values())
-                )
-        claim = self._copied_as_a_whole(contents)
-        aliases: dict[str, Sequence[torch.Tensor]] = dict.fromkeys(devices, ())
-        if claim is None:
-            aliases = {path: guarded.watched(flat.arrays[path]) for path in devices}
-            for device, content in contents.items():
-                _copy(device, content, [path for path in content if not aliases[path]])
-        return {
-            path: HeldLeaf(device, contents[device][path], aliases[path], claim)
-            for path, device in devices.items()
+                    paths.setdefault(device, {})[path] = value
+        residents = {
+            device: _Residents(
+                list(values),
+                [type(value) in _PLAIN and leaves.is_plain(value) for value in values.values()],
+                Layout.of([leaves.flat_bytes(value).numel() for value in values.values()]),
+            )
+            for device, values in paths.items()
         }
+        self._last = (specs, residents)
+        return residents
 
     def has_shadows(self, device: Accelerator) -> bool:
         """Return true if the shadows of a device's leaves lie in its own memory."""
@@ -103,29 +196,24 @@ class DeviceLeaves:
             device.hold()
 
     def _copied_as_a_whole(
-        self, contents: Mapping[Accelerator, dict[str, torch.Tensor]]
-    ) -> object | None:
-        """Put copies in the place of all contents if there is memory.
-
-        Args:
-            contents: The bytes of the leaves of each device by path; updated.
-
-        Returns:
-            The claim to the memory of the copies; ``None``: there is not enough.
-        """
-        claim = self._spare.claim(
-            {device: copy_bytes(content.values()) for device, content in contents.items()}
-        )
+        self, flat: Flat, residents: Mapping[Accelerator, _Residents]
+    ) -> CopiedLeaves | None:
+        """Return copies of all leaves; ``None`` if there is not enough memory."""
+        claim = self._spare.claim({device: some.layout.total for device, some in residents.items()})
         if claim is None:
             return None
+        memory = {}
         try:
-            for device, content in contents.items():
-                _copy(device, content, list(content))
+            for device, some in residents.items():
+                device.begin()
+                memory[device] = copied(device, some.memory_of(flat), some.layout)
+                # The training may write to these leaves as soon as ``save`` has returned.
+                device.hold()
         except torch.OutOfMemoryError as error:
             # Another process may have taken the memory.
             log.warning("training waits until this save has read the state: %s", str(error))
             return None
-        return claim
+        return CopiedLeaves(residents, memory, claim)
 
     def _decide(self, device: Accelerator, state_bytes: int) -> bool:
         # Without a device encoder every save would copy the shadow to the host.
@@ -145,14 +233,16 @@ class DeviceLeaves:
         return False
 
 
-def _copy(device: Accelerator, content: dict[str, torch.Tensor], paths: Sequence[str]) -> None:
+def _copy(device: Accelerator, contents: dict[str, torch.Tensor], paths: Sequence[str]) -> None:
     """Put copies in the place of some contents, in the order of the training's work."""
-    if paths:
-        device.begin()
-        copies = copied(device, [content[path] for path in paths])
-        content.update(zip(paths, copies, strict=True))
-        # The training may write to these leaves as soon as ``save`` has returned.
-        device.hold()
+    if not paths:
+        return
+    device.begin()
+    sources = [contents[path] for path in paths]
+    layout = Layout.of([source.numel() for source in sources])
+    contents.update(zip(paths, parts_of(copied(device, sources, layout), layout), strict=True))
+    # The training may write to these leaves as soon as ``save`` has returned.
+    device.hold()
 
 
 def _unreserved_bytes(device: Accelerator) -> int:

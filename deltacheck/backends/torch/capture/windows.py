@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from deltacheck.backends.torch.capture.device import Accelerator
-from deltacheck.backends.torch.capture.device_copies import ALIGNED, copied
+from deltacheck.backends.torch.capture.device_copies import ALIGNED, Layout, copied, parts_of
 from deltacheck.codec import default_codec
 from deltacheck.codec.base import (
     HEAD_ENTRIES,
@@ -31,7 +31,7 @@ from deltacheck.leaf.digest import chunk_digests
 
 # The struct Chunk of the extension.
 CHUNK = np.dtype([("current", "<u8"), ("base", "<u8"), ("words", "<u4"), ("word_bytes", "<u4")])
-INTERFACE = 2  # of the extension, see module_cuda.cc
+INTERFACE = 3  # of the extension, see module_cuda.cc
 WINDOWS = 2  # at a time: one is computed while the other is copied to the host
 
 
@@ -140,7 +140,8 @@ def _own_copies(
             for chunk in (span.first_chunk, span.first_chunk + span.chunks)
         )
         sources.append(job.current[low:high])
-    copies = copied(device, sources)
+    layout = Layout.of([source.numel() for source in sources])
+    copies = parts_of(copied(device, sources, layout), layout)
     for span, source, copy in zip(spans, sources, copies, strict=True):
         rows = slice(row, row + span.chunks)
         offsets = table["current"][rows] - np.uint64(source.data_ptr())
