@@ -12,8 +12,10 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 
-from deltacheck.codec.base import U32, has_law, has_ordered
+from deltacheck.codec.base import LAWS, U32
+from deltacheck.codec.base import ORDERED as ORDERED_METHODS
 from deltacheck.codec.derivation import Derived, code_shape
 from deltacheck.leaf import grid, tiles
 from deltacheck.leaf.containers import has_types
@@ -130,8 +132,8 @@ class Part(msgspec.Struct, frozen=True):
 
 def method_features(methods: U32) -> set[str]:
     """Return the features that the methods of some chunks need."""
-    needed = {ORDERED: has_ordered(methods), LAW: has_law(methods)}
-    return {name for name, is_used in needed.items() if is_used}
+    needed = {ORDERED: [*ORDERED_METHODS.values()], LAW: LAWS}
+    return {name for name, numbers in needed.items() if np.isin(methods, numbers).any()}
 
 
 def segment_features(leaves: Mapping[str, LeafEntry], chunks: Collection[str]) -> tuple[str, ...]:

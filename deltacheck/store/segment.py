@@ -663,9 +663,9 @@ def stream_size_table(index: U32) -> U64:
         if (method == number).any():
             for k in range(8):
                 fill(f"{name}{k}", (method == number) & (width > k), words)
-    if codec_format.has_law(law):
+    if (is_law := np.isin(law, codec_format.LAWS)).any():
         part = words // np.uint64(codec_format.LAW_PARTS)
-        fill("law", np.isin(law, codec_format.LAWS), np.full_like(words, codec_format.LAW_BYTES))
+        fill("law", is_law, np.full_like(words, codec_format.LAW_BYTES))
         for k in range(2):
             fill(f"plane{k}", law == codec_format.GRADIENT_LAW, part)
         for k in range(4):

@@ -16,7 +16,7 @@ from jax.sharding import Sharding
 from deltacheck.backends.numpy_leaves import specs_of
 from deltacheck.backends.orbax.state import leaves
 from deltacheck.backends.orbax.state.saved_shardings import records_of
-from deltacheck.codec.object_loops import matching_children
+from deltacheck.codec.extension import native
 from deltacheck.errors import UnsupportedLeaf
 from deltacheck.leaf import tree
 from deltacheck.leaf.outline import Outline, chosen
@@ -108,7 +108,7 @@ class _KnownForms:
             state: The state.
             flat_state: The same state, flattened.
         """
-        outline = Outline.of(state, flat_state.skeleton, matching_children(), leaves.expand)
+        outline = Outline.of(state, flat_state.skeleton, native.matching_children, leaves.expand)
         outlined = None if outline is None else outline.match(state)
         if outline is None or outlined is None:
             return None
