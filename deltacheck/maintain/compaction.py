@@ -22,9 +22,8 @@ from deltacheck.store import collect, layout
 from deltacheck.store.commit import commit
 from deltacheck.store.documents import encode_manifest
 from deltacheck.store.files import arrays
-from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import sync_directory
-from deltacheck.store.files.storage import Place
+from deltacheck.store.files.storage import Place, inside
 from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest, SegmentRef
 from deltacheck.store.roots.root import Root
 from deltacheck.store.segment import Segment

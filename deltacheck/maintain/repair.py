@@ -17,9 +17,8 @@ from deltacheck.restore import read
 from deltacheck.restore.chain import resolve_chains
 from deltacheck.store import layout
 from deltacheck.store.files import arrays
-from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import sync_directory
-from deltacheck.store.files.storage import Place, storage_of
+from deltacheck.store.files.storage import Place, inside, storage_of
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.manager_steps import MANAGER_STORE
 from deltacheck.store.roots.opening import open_root

@@ -17,8 +17,8 @@ from deltacheck.restore.chain import resolve_chains
 from deltacheck.restore.resolve import matches, needed_by
 from deltacheck.store.documents import encode_manifest
 from deltacheck.store.files import arrays
-from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import sync_directory
+from deltacheck.store.files.storage import inside
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.root import Root
 

@@ -28,10 +28,9 @@ from deltacheck.store import manifest as schema
 from deltacheck.store.files import arrays
 from deltacheck.store.files.arrays import ArraySpec, Pending, Reading, StreamWriter
 from deltacheck.store.files.chunk_files import Cells, ranges
-from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.native_files import JoinedRead, StoredArray
-from deltacheck.store.files.storage import Place, storage_of
+from deltacheck.store.files.storage import Place, inside, storage_of
 from deltacheck.store.manifest import KeyframeAt, LeafEntry, Part, SegmentRef, SegmentTable, Stream
 
 # Columns of a part's index, uint32: the encoder's row, preceded by what makes it readable alone.
@@ -296,7 +295,7 @@ class Segment:
     """A committed segment, opened for reading.
 
     Args:
-        root: The store. No link may lead from it to the segment (``containment.inside``).
+        root: The store. No link may lead from it to the segment (``storage.inside``).
         ref: The segment's reference in a checked manifest.
         table: The result of ``start_table``; ``None``: the table is read now.
 

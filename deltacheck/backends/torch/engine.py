@@ -31,8 +31,13 @@ from deltacheck.restore.fill import StepReader
 from deltacheck.save import exits
 from deltacheck.save.exits import StopSignals
 from deltacheck.save.handle import SaveHandle, progress_of, skipped
-from deltacheck.save.job.step_numbers import metric_numbers, step_number, step_or_tag
-from deltacheck.save.save_options import SaveOptions, Settings
+from deltacheck.save.save_options import (
+    SaveOptions,
+    Settings,
+    metric_numbers,
+    step_number,
+    step_or_tag,
+)
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.files.storage import Place
