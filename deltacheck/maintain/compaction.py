@@ -16,7 +16,7 @@ from deltacheck.errors import Damaged, StepNotFound
 from deltacheck.leaf import tiles
 from deltacheck.restore.chain import resolve_chains
 from deltacheck.restore.leaf_kinds import Chain
-from deltacheck.save.chains.kept_leaves import delta_bytes, write_kept
+from deltacheck.save.chains.kept_leaves import write_kept
 from deltacheck.save.chains.whole_leaves import manifest_on, write_whole
 from deltacheck.store import collect, layout
 from deltacheck.store.commit import commit
@@ -299,7 +299,7 @@ def _need(
     is_all = len(entries) == len(segment.table.leaves)
     raw = {path: entry.spec(path).raw_bytes for path, entry in entries.items()}
     copied = (
-        sum(delta_bytes(segment, entry) for entry in deltas)
+        sum(map(segment.delta_bytes, deltas))
         + sum(raw[path] for path, entry in entries.items() if entry.key is not None)
         + (_ARRAY_BYTES * segment.table.delta_arrays if deltas else 0)
     )

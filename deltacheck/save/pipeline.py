@@ -310,7 +310,7 @@ class Pipeline:
         if job.setup.options.verify == "commit":
             store, leaves = job.setup.store, job.leaves.items()
             digests = {path: leaf.live_digest for path, leaf in leaves if leaf.live_digest}
-            read_back = partial(receipt.rebuild, store, manifest, digests, job.segment.entries)
+            read_back = partial(receipt.rebuild, store, manifest, digests, job.writer.entries)
             job.progress.receipt = self._on_disk(job, read_back)
             job.progress.beat()
 

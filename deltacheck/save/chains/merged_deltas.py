@@ -23,7 +23,6 @@ from deltacheck.leaf.spec import batches
 from deltacheck.restore import read
 from deltacheck.restore.chain import resolve_chains
 from deltacheck.restore.leaf_kinds import Chain
-from deltacheck.save.chains.whole_leaves import RewrittenLeaves
 from deltacheck.save.job.leaf_state import LeafSave, LeafState
 from deltacheck.save.job.part_writer import EncodedChunks, PartWriter, Span
 from deltacheck.save.progress import Progress
@@ -177,16 +176,16 @@ def write_merged(
         # The next batch is read before these names get its content.
         del before, after
     parts.seal()
-    segment = RewrittenLeaves(writer, (), io_timeout_seconds)
     decoded_bytes: dict[str, int] = {}
     for path, leaf in leaves.items():
         # A leaf that has its earlier content again has no row, and so no entry can replace its
         # deltas.
         if leaf.runs:
-            _enter(segment, runs[path], leaf)
+            _enter(writer, runs[path], leaf)
             decoded_bytes[path] = leaf.encoded_bytes
     unmerged = frozenset(paths) - decoded_bytes.keys()
-    return Merged(segment.finish() if decoded_bytes else None, decoded_bytes, unmerged)
+    ref = writer.finish(io_timeout_seconds) if decoded_bytes else None
+    return Merged(ref, decoded_bytes, unmerged)
 
 
 def _add(
@@ -283,7 +282,7 @@ def _entropy_bytes(encoded: Encoded) -> float:
     )
 
 
-def _enter(segment: RewrittenLeaves, run: Run, leaf: LeafSave) -> None:
+def _enter(writer: SegmentWriter, run: Run, leaf: LeafSave) -> None:
     """Add the entry of a merged delta.
 
     Raises:
@@ -298,13 +297,13 @@ def _enter(segment: RewrittenLeaves, run: Run, leaf: LeafSave) -> None:
             f"leaf {run.after.spec.path!r}: the deltas to merge change chunks without a row",
             leaf=run.after.spec.path,
         )
-    segment.add_delta(
+    writer.enter(
         run.after.spec,
-        leaf_digest(run.before.digests),
         leaf_digest(digests),
         digests[chunks],
-        tuple((rows.part, rows.first_row, rows.chunks.size) for rows in leaf.runs),
-        replaced_since(run.after.deltas[run.first]),
+        base=leaf_digest(run.before.digests),
+        delta=tuple((rows.part, rows.first_row, rows.chunks.size) for rows in leaf.runs),
+        since=replaced_since(run.after.deltas[run.first]),
     )
 
 

@@ -145,8 +145,8 @@ def take_lease(root: Place) -> Lease:
 def inside(root: Place, path: Place) -> Place:
     """Return ``path``, which may be written to or deleted.
 
-    No change below a root may follow a link to another place. The root itself may be reached through
-    links, because the user names it; below it, everything is a directory or a regular file
+    No change below a root may follow a link to another place. The root itself may be reached
+    through links, because the user names it; below it, everything is a directory or a regular file
     (``docs/reference/format.md``, section 1). Every directory from below ``root`` down to ``path``
     is looked at; those that do not exist yet pass. A process that puts a link in place between the
     check and the change is not kept out. On an object store there are no links.
