@@ -227,13 +227,11 @@ def _print_exported(
 ) -> None:
     """Print the document of ``export``, or one line with what was written."""
     step = {"root": str(root.path), "step": manifest.step, "seq": manifest.seq}
-    if as_json:
-        output.print_json(step | document)
-    else:
-        output.print_line(
-            f"step {manifest.step}: {document['leaves']} leaves written to {document['file']}"
-            f" ({content})"
-        )
+    output.print_result(
+        step | document,
+        f"step {manifest.step}: {document['leaves']} leaves written to {document['file']}"
+        f" ({content})",
+    )
 
 
 def _refuse_inside(root: Root, path: Path) -> None:
