@@ -312,7 +312,8 @@ class DeltaCheckIO:
         # signal handler saves in between.
         while self._under_way and (wait or self._under_way[0].work.done()):
             task = self._under_way.popleft()
-            errors.append(task.work.wait())
+            task.work.wait()
+            errors.append(task.work.error)
         for error in filter(None, errors):
             raise error
 

@@ -37,12 +37,15 @@ class Task(Generic[Result]):
 
     Args:
         work: Called on the thread.
+
+    Attributes:
+        error: The error of the work, once it has ended; ``None``: it has none.
     """
 
     def __init__(self, work: Callable[[], Result]) -> None:
         self._work: Callable[[], Result] | None = work
         self._result: list[Result] = []
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._end = Condition()
         # The end of the process waits for this task.
         _under_way.add(self)
@@ -62,8 +65,8 @@ class Task(Generic[Result]):
         """
         if not self.wait(timeout):
             raise TimeoutError
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._result[0]
 
     def carry_out(self) -> None:
@@ -72,7 +75,7 @@ class Task(Generic[Result]):
         try:
             self._result.append(self._work())
         except BaseException as error:  # noqa: BLE001 - it is raised where the end is waited for
-            self._error = error
+            self.error = error
         finally:
             # The memory that the work refers to must not live as long as the task.
             self._work = None
