@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -119,6 +120,11 @@ def entropy_bits(pieces: Sequence[U8]) -> float:
     counts = np.bincount(np.concatenate(list(_sample(pieces, size))), minlength=256)
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log2(share)).sum())
+
+
+def entropy_bytes(streams: Iterable[U8]) -> float:
+    """Estimate the bytes that streams take in a file, from a sample of each."""
+    return math.fsum(stream.size * entropy_bits([stream]) / 8 for stream in streams)
 
 
 def _sample(pieces: Sequence[U8], size: int) -> Iterator[U8]:

@@ -7,7 +7,6 @@ before any chain may refer to it. No existing file is changed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -30,7 +29,7 @@ from deltacheck.store import layout
 from deltacheck.store import segment as columns
 from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest, SegmentRef
 from deltacheck.store.roots.root import Root
-from deltacheck.store.segment import Segment, SegmentWriter, entropy_bits
+from deltacheck.store.segment import Segment, SegmentWriter, entropy_bytes
 
 # Bytes of leaves that are read together. Three copies of them are in memory.
 WINDOW_BYTES = 8 << 20
@@ -267,18 +266,13 @@ def _is_worth(run: Run, window: _Window, encoded: Encoded, after: U8, bounds: U6
     sample = int(bounds[count]) * spec.word_bytes
     whole, _ = default_codec().encode(after[:sample], None, bounds[: count + 1], spec.word_bytes)
     changed = int(_bounds(run, run.chunks())[-1]) * spec.word_bytes
-    merged = _entropy_bytes(encoded) * changed / window.size
+    merged = entropy_bytes(encoded.streams.values()) * changed / window.size
     decoded = sum(stream.size for stream in encoded.streams.values()) * changed / window.size
     run_bytes = run.after.delta_bytes[run.first :]
     # The streams of the deltas are taken to be as compressible as those of the merged one.
     delta = sum(run_bytes) / len(run_bytes) * (merged / decoded if decoded else 1.0)
-    return run.is_worth(merged, _entropy_bytes(whole) * spec.raw_bytes / sample, delta)
-
-
-def _entropy_bytes(encoded: Encoded) -> float:
-    """Estimate the bytes of streams in a file."""
-    return math.fsum(
-        stream.size * entropy_bits([stream]) / 8 for stream in encoded.streams.values()
+    return run.is_worth(
+        merged, entropy_bytes(whole.streams.values()) * spec.raw_bytes / sample, delta
     )
 
 
