@@ -130,7 +130,7 @@ class _KnownForms:
             return None
         if outlined is None or forms != self._forms:
             return None
-        values = chosen_in_order(outlined.leaves, self._order)
+        values = [outlined.leaves[number] for number in self._order]
         flat = KnownArrays(
             outlined.skeleton, dict(zip(self._paths, values, strict=True)), self._leaves
         )
@@ -157,11 +157,6 @@ class _KnownForms:
         return _Forms(
             list(map(_aval_of, arrays)), list(map(_sharding_of, arrays)), other_leaves, ties
         )
-
-
-def chosen_in_order(values: Sequence[Any], positions: Sequence[int]) -> list[Any]:
-    """Return the values at some positions, in any order."""
-    return [values[position] for position in positions]
 
 
 def _is_plain(value: object) -> bool:
