@@ -27,7 +27,7 @@ from deltacheck.leaf.external_errors import is_external, typed
 from deltacheck.leaf.spec import SaveReport
 from deltacheck.maintain.memory_tier import MemoryTier
 from deltacheck.policy import Keep, Policy
-from deltacheck.restore.fill import StepReader
+from deltacheck.restore.values import StepReader
 from deltacheck.save import exits
 from deltacheck.save.exits import StopSignals
 from deltacheck.save.handle import SaveHandle, progress_of, skipped

@@ -35,9 +35,9 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import ArrayLeaf
 from deltacheck.restore import damage
 from deltacheck.restore.content import Loaded, as_array
-from deltacheck.restore.fill import Request, StepReader
 from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.restore.resolve import require_contract, require_leaves, select_paths
+from deltacheck.restore.values import Request, StepReader
 from deltacheck.store.files.object_path import ObjectStore
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.opening import open_root

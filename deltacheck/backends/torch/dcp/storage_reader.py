@@ -37,8 +37,8 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box
 from deltacheck.restore import damage
 from deltacheck.restore.content import Array, Loaded
-from deltacheck.restore.fill import Request, StepReader, leaf_of_box
 from deltacheck.restore.resolve import require_contract, require_leaves
+from deltacheck.restore.values import Request, StepReader, leaf_of_box
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.manifest import Manifest

@@ -22,7 +22,7 @@ from deltacheck.leaf.sharding import HeldShards, whole
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box, Cuts
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
-from deltacheck.restore.fill import leaf_of_box
+from deltacheck.restore.values import leaf_of_box
 from deltacheck.save.ranks.group import DensePart, own_tiles, pieces_held
 from deltacheck.save.treatment.signals import HeldState
 

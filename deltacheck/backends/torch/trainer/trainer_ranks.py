@@ -10,8 +10,8 @@ from deltacheck.backends.torch.state import leaves
 from deltacheck.backends.torch.trainer.checkpoint_files import Files
 from deltacheck.leaf import tree
 from deltacheck.restore import damage
-from deltacheck.restore.fill import StepReader
 from deltacheck.restore.resolve import require_leaves
+from deltacheck.restore.values import StepReader
 from deltacheck.store.manifest import Manifest
 
 
