@@ -29,7 +29,7 @@ def json_as(kind: type[_Type], text: bytes) -> _Type:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields of a JSON object; refuse equal keys, of which readers keep different ones."""
+    """Return the fields of a JSON object; refuse equal keys, of which readers keep either."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise ValueError("a JSON object has the same key twice")

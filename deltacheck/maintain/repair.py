@@ -154,8 +154,7 @@ def _restores(root: Root, manifest: Manifest) -> bool:
     try:
         open_segments(root, manifest)
         for path in manifest.stored:
-            chains = resolve_chains(root, manifest, [path])
-            read.read_chunks(chains, {path: list(range(chains[path].spec.chunk_count))})
+            read.read_chunks(resolve_chains(root, manifest, [path]))
     except Damaged:
         return False
     return True

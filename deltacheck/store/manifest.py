@@ -104,6 +104,10 @@ class LeafEntry(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         """Return the description of the leaf at ``path``."""
         return LeafSpec(path, self.shape, self.dtype, self.chunk)
 
+    def record(self, digest: str) -> LeafRecord:
+        """Return what a step promises of the leaf with this digest."""
+        return LeafRecord(self.dtype, self.shape, self.chunk, digest)
+
 
 # A list of two in JSON (section 2 of the format).
 class Stream(msgspec.Struct, frozen=True, array_like=True, gc=False):

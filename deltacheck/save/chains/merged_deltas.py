@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from deltacheck.codec import default_codec, host_memory
@@ -20,14 +19,14 @@ from deltacheck.errors import Damaged, SaveFailed
 from deltacheck.leaf.digest import leaf_digest
 from deltacheck.leaf.spec import batches
 from deltacheck.restore import read
-from deltacheck.restore.chain import resolve_chains
+from deltacheck.restore.chain import chains_at
 from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.save.job.leaf_state import LeafSave, LeafState
 from deltacheck.save.job.part_writer import EncodedChunks, PartWriter, Span
 from deltacheck.save.progress import Progress
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
-from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest, SegmentRef
+from deltacheck.store.manifest import LeafEntry, Manifest, SegmentRef
 from deltacheck.store.roots.root import Root
 from deltacheck.store.segment import Segment, SegmentWriter, entropy_bytes
 
@@ -107,12 +106,8 @@ def chains_before(
     for seq, paths in paths_by_seq.items():
         earlier = [ref for ref in manifest.segments if layout.seq_of(ref.id) < seq]
         entries = {path: chains[path].deltas[kept_deltas[path]][1] for path in paths}
-        records = {
-            path: LeafRecord(entry.dtype, entry.shape, entry.chunk, entry.base)
-            for path, entry in entries.items()
-        }
-        truncated = msgspec.structs.replace(manifest.on(earlier), leaves=records, tiles={})
-        before |= resolve_chains(root, truncated, paths)
+        records = {path: entry.record(entry.base) for path, entry in entries.items()}
+        before |= chains_at(root, manifest, earlier, records)
     return before
 
 

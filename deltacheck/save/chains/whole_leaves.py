@@ -48,9 +48,7 @@ def put_chains(writer: SegmentWriter, chains: Mapping[str, Chain]) -> None:
     paths = sorted(chains)
     for batch_paths in batches(paths, lambda path: chains[path].spec.raw_bytes, _BATCH_BYTES):
         batch = {path: chains[path] for path in batch_paths}
-        data = read.read_chunks(
-            batch, {path: list(range(chain.spec.chunk_count)) for path, chain in batch.items()}
-        )
+        data = read.read_chunks(batch)
         for path, chain in batch.items():
             spec = chain.spec
             if is_packed(spec):

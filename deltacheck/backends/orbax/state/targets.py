@@ -20,6 +20,7 @@ from deltacheck.leaf import tree
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import NUMPY_ARRAY, NUMPY_SCALAR, ArrayNode
+from deltacheck.restore.resolve import is_below
 from deltacheck.store.manifest import Manifest
 
 NUMPY_TAGS = (NUMPY_ARRAY, NUMPY_SCALAR)
@@ -144,11 +145,6 @@ class TargetSelection:
     def is_all(self) -> bool:
         """True if all leaves of the step are asked for."""
         return not self.omitted
-
-
-def is_below(path: str, place: str) -> bool:
-    """Return ``True`` if a leaf is at a place of a tree, or in the subtree there."""
-    return not place or path == place or path.startswith(f"{place}/")
 
 
 def _spec_at(manifest: Manifest, path: str) -> LeafSpec:

@@ -32,9 +32,8 @@ from deltacheck.backends.torch.state import leaves
 from deltacheck.errors import StepNotFound, TreeMismatch, UnsupportedLeaf
 from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.external_errors import typed
-from deltacheck.leaf.sharding import whole
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.leaf.tiles import Box
+from deltacheck.leaf.tiles import Box, whole
 from deltacheck.restore import damage
 from deltacheck.restore.content import Array, Loaded
 from deltacheck.restore.resolve import require_contract, require_leaves

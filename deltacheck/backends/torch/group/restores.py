@@ -88,7 +88,7 @@ class Restores:
 
             if request.fallback:
                 candidates = self._roots.candidates(request.step)
-                return damage.newest_whole_of(candidates, request.step, load)
+                return damage.newest_whole(candidates, request.step, load)
             root, manifest = self._roots.find(request.step)
             return manifest, self._roots.load(root, manifest, load)
 
