@@ -1,4 +1,4 @@
-"""What those who decode documents share."""
+"""Parts that the decoders of documents share."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def sampled_sizes(current: U8, base: U8, word_bytes: int) -> SampledSizes:
         piece = current[first : first + _PIECE_BYTES].copy()
         before = base[first : first + _PIECE_BYTES].copy()
         encoded, encoded_delta = (
-            codec.encode(piece, base, bounds, word_bytes)[0] for base in (None, before)
+            codec.encode(piece, earlier, bounds, word_bytes)[0] for earlier in (None, before)
         )
         whole += entropy_bytes(encoded.streams.values())
         delta += entropy_bytes(encoded_delta.streams.values())

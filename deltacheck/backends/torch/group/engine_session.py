@@ -204,8 +204,6 @@ class Session:
         self.saver.wait(timeout)
         self.roots.persist(deadline)
 
-    # --- steps ------------------------------------------------------------------------------------
-
     def run_once(self, action: Callable[[], object]) -> None:
         """Run an action in one process; every rank waits for it and raises its failure."""
         if self.group is None:
