@@ -96,7 +96,7 @@ Layout = Callable[[Leaf, int, int], Sequence[Box]]
 
 def fsdp(leaf: Leaf, rank: int, size: int) -> Sequence[Box]:
     """Cut every leaf into equal parts of its first axis, over all ranks."""
-    return [_cut(sharding.whole(leaf.shape), 0, rank, size)]
+    return [_cut(tiles.whole(leaf.shape), 0, rank, size)]
 
 
 def hsdp(leaf: Leaf, rank: int, size: int) -> Sequence[Box]:
@@ -106,7 +106,7 @@ def hsdp(leaf: Leaf, rank: int, size: int) -> Sequence[Box]:
 
 def tp_fsdp(leaf: Leaf, rank: int, size: int) -> Sequence[Box]:
     """Cut by tensor parallelism over 8 ranks, then each part along its first axis."""
-    box = sharding.whole(leaf.shape)
+    box = tiles.whole(leaf.shape)
     if leaf.axis is not None:
         box = _cut(box, leaf.axis, rank % 8, 8)
     return [_cut(box, 0, rank // 8, size // 8)]

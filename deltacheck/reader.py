@@ -203,7 +203,7 @@ class Checkpoints:
         # Once: a fallback may try several steps.
         names = [leaves] if isinstance(leaves, str) else list(leaves or ())
 
-        def restore_step(manifest: Manifest) -> Any:
+        def restore_step(_: Root, manifest: Manifest) -> Any:
             # Before any content is read: the manifest names the digests of all content, so its own
             # digest covers the step.
             self._root.require_digest(manifest, expected_digest)
@@ -216,10 +216,10 @@ class Checkpoints:
 
         with applied(self._limits):
             if fallback:
-                manifest, content = damage.newest_whole(self._root, step, restore_step)
+                manifest, content = damage.newest_whole([self._root], step, restore_step)
             else:
                 manifest = self.manifest(step)
-                content = restore_step(manifest)
+                content = restore_step(self._root, manifest)
         # Set last, so that a restore that fails leaves it as it was.
         self.restored_step = manifest.step
         return content

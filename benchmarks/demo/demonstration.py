@@ -19,16 +19,11 @@ import deltacheck
 from benchmarks.demo import other_readers, results
 from benchmarks.demo.methods import EXACT, METHODS
 from benchmarks.demo.results import DemoOutcome
+from benchmarks.demo.way_records import FINAL_STATE, WayEvidence, WayPlan
 from benchmarks.workloads import equality
 from benchmarks.workloads.equality import EqualityVerdict
 from deltacheck.errors import DeltacheckError
-from deltacheck.evaluate.records import (
-    FINAL_STATE,
-    ROOT,
-    EvaluationPlan,
-    Evidence,
-    folder_of,
-)
+from deltacheck.evaluate.records import ROOT, folder_of
 
 _BUILTIN = "benchmarks.workloads.builtin"
 _STEPS, _STEPS_QUICK = 40, 12
@@ -41,7 +36,7 @@ class DemoFailed(DeltacheckError):
     """The demo has nothing to show."""
 
 
-def create_plan(seed: int, steps: int | None = None, quick: bool = False) -> EvaluationPlan:
+def create_plan(seed: int, steps: int | None = None, quick: bool = False) -> WayPlan:
     """Return the evaluation of a demo.
 
     Args:
@@ -49,7 +44,7 @@ def create_plan(seed: int, steps: int | None = None, quick: bool = False) -> Eva
         steps: Of fine-tuning; ``None`` for the usual number.
         quick: Use a tiny model, for a look at the course in seconds.
     """
-    return EvaluationPlan(
+    return WayPlan(
         factory=f"{_BUILTIN}:{'tiny_demo' if quick else 'demo'}",
         policy="exact",
         steps=steps or (_STEPS_QUICK if quick else _STEPS),
@@ -58,9 +53,7 @@ def create_plan(seed: int, steps: int | None = None, quick: bool = False) -> Eva
         seeds=1,
         noise_seeds=_UNKILLED_SEEDS_QUICK if quick else _UNKILLED_SEEDS,
         first_seed=seed,
-        save_last=True,
         ways=tuple(method.key for method in METHODS),
-        savers="benchmarks.demo.savers:open_saver",
     )
 
 
@@ -121,13 +114,12 @@ def main(
     return 0 if outcome.holds else 1
 
 
-def perform(
-    plan: EvaluationPlan, folder: Path, console: Console, *, quick: bool = False
-) -> DemoOutcome:
+def perform(plan: WayPlan, folder: Path, console: Console, *, quick: bool = False) -> DemoOutcome:
     """Evaluate the ways of saving in ``folder``, and compare the ends of the runs."""
     # Not at the top: they import TensorStore, which the command line does not wait for.
     from benchmarks.demo import layout_bytes
-    from deltacheck.evaluate.run import evaluate, show_progress
+    from benchmarks.demo.evaluation import evaluate
+    from deltacheck.evaluate.run import show_progress
 
     start_time = time.perf_counter()
     console.print(f"[bold]deltacheck demo[/], seed {plan.first_seed}, in {folder}")
@@ -141,7 +133,7 @@ def perform(
     return DemoOutcome(evidence, states, layouts, time.perf_counter() - start_time)
 
 
-def _compare_states(evidence: Evidence, folder: Path) -> Iterator[EqualityVerdict]:
+def _compare_states(evidence: WayEvidence, folder: Path) -> Iterator[EqualityVerdict]:
     """Compare the unkilled run's final state with the last checkpoint, read in every way."""
     import torch
 

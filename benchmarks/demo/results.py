@@ -15,10 +15,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.demo.methods import METHODS, OWN_LAYOUT, PEER, Method
+from benchmarks.demo.way_records import WayEvidence, WayRecovery, WaySaves
 from benchmarks.workloads.equality import EqualityVerdict
 from benchmarks.workloads.leaf_classes import leaf_class
 from deltacheck.evaluate.judge import correctness
-from deltacheck.evaluate.records import Evidence, Recovery, WaySaves
 from deltacheck.evaluate.significance import student_quantile
 
 
@@ -28,7 +28,7 @@ class Way:
 
     method: Method
     saved: WaySaves
-    recovery: Recovery
+    recovery: WayRecovery
 
     @property
     def median_bytes(self) -> float:
@@ -50,7 +50,7 @@ class DemoOutcome:
     layouts, as ``layout_bytes.measure`` returns them. ``seconds``: of the whole demo.
     """
 
-    evidence: Evidence
+    evidence: WayEvidence
     states: tuple[EqualityVerdict, ...]
     layouts: Mapping[str, Mapping[str, float]]
     seconds: float
@@ -154,7 +154,7 @@ def shares_by_layout(outcome: DemoOutcome) -> dict[str, dict[str, float]]:
     return {OWN_LAYOUT: own} | {name: dict(shares) for name, shares in outcome.layouts.items()}
 
 
-def kept(recovery: Recovery) -> str:
+def kept(recovery: WayRecovery) -> str:
     """Describe the leaves of the restored step by what came back of them."""
     exact = recovery.leaves - len(recovery.inexact)
     words = [f"step {recovery.restored_step}: {exact} of {recovery.leaves} leaves bit for bit"]

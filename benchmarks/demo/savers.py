@@ -1,4 +1,4 @@
-"""The savers of the demo's ways, in PyTorch, as ``EvaluationPlan.savers`` names them."""
+"""The savers of the demo's ways, in PyTorch."""
 
 from __future__ import annotations
 

@@ -184,10 +184,8 @@ def checked_root(root: str | None) -> str | None:
     """
     from deltacheck.store.files import storage
 
-    try:
+    with as_misuse():
         storage.of("." if root is None else root)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     return root
 
 

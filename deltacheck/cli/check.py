@@ -267,7 +267,7 @@ def repair(
 
     from deltacheck.maintain import repair as repairing
     from deltacheck.store.files import storage
-    from deltacheck.store.files.containment import inside
+    from deltacheck.store.files.storage import inside
     from deltacheck.store.roots.manager_steps import MANAGER_STORE
     from deltacheck.store.roots.opening import open_root
 

@@ -108,6 +108,14 @@ def print_json(document: Mapping[str, object]) -> None:
     sys.stdout.write(as_json(document, indent=2) + "\n")
 
 
+def print_result(document: Mapping[str, object], *lines: str) -> None:
+    """Print the result of a command: the document with ``--json``, else lines for people."""
+    if _json:
+        print_json(document)
+    for line in () if _json else lines:
+        print_line(line)
+
+
 def as_json(document: Mapping[str, object], indent: int | None = None) -> str:
     """Return a document as strict JSON, with its schema."""
     # ``allow_nan=False`` makes sure that no number is left that strict parsers of JSON refuse.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.arguments import Item, Json, Run, require_new
+from deltacheck.cli.arguments import Item, Json, Run, as_misuse, require_new
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
@@ -155,10 +155,8 @@ def steps_of(
     """Yield the recorded checkpoints of a run; two of one step are wrong usage."""
     from deltacheck.evaluate.offline.recorded import recorded
 
-    try:
+    with as_misuse():
         yield from recorded(source, item, step_set=step_set)
-    except ValueError as problem:
-        raise typer.BadParameter(str(problem)) from problem
 
 
 def _rows(profile: Profile) -> list[Row]:

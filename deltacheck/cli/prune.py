@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.arguments import TAG, Json, is_step, open_root, parse
+from deltacheck.cli.arguments import TAG, Json, as_misuse, is_step, open_root, parse
 
 if TYPE_CHECKING:
     from deltacheck.maintain.compaction import Compacted, Rewritten
@@ -304,10 +304,7 @@ def tag(
             raise typer.BadParameter("--move does not go with --delete")
         root, name = open_root(words), delete.removeprefix(TAG)
         tagging.remove(root, name)
-        if as_json:
-            output.print_json({"root": str(root.path), "removed": name})
-        else:
-            output.print_line(f"tag @{name} removed")
+        output.print_result({"root": str(root.path), "removed": name}, f"tag @{name} removed")
         return
     if not words:
         raise typer.BadParameter("this command takes a step and a name")
@@ -317,13 +314,9 @@ def tag(
     selection = parse(words[:-1], min_steps=1, max_steps=1)
     # No lease: tags have a lock of their own, so a step can be tagged beside a training.
     root = opening.open_root(selection.root)
-    try:
+    with as_misuse():
         new_tag = tagging.put(root, selection.steps[0], words[-1], move=move)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    if as_json:
-        output.print_json(
-            {"root": str(root.path), "tag": new_tag.name, "step": new_tag.step, "seq": new_tag.seq}
-        )
-    else:
-        output.print_line(f"step {new_tag.step} (seq {new_tag.seq}) is @{new_tag.name}")
+    output.print_result(
+        {"root": str(root.path), "tag": new_tag.name, "step": new_tag.step, "seq": new_tag.seq},
+        f"step {new_tag.step} (seq {new_tag.seq}) is @{new_tag.name}",
+    )

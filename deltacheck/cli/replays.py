@@ -9,9 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-import typer
-
 from deltacheck.cli import output
+from deltacheck.cli.arguments import as_misuse
 from deltacheck.cli.output import Column, Row
 from deltacheck.cli.profiling import steps_of
 
@@ -46,10 +45,8 @@ def policies_of(names: list[str], profile: Path | None) -> dict[str, Policy]:
     from deltacheck.profile import Profile
 
     run_profile = None if profile is None or not names else Profile.read(profile)
-    try:
+    with as_misuse():
         return {name: policy_of(name, run_profile) for name in names}
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 def measure(
@@ -73,10 +70,8 @@ def measure(
     from deltacheck.evaluate.offline.policy_replay import replay
     from deltacheck.evaluate.offline.recorded import steps_in
 
-    try:
+    with as_misuse():
         step_set = thinned(steps_in(source, item), interval_steps)
-    except ValueError as problem:
-        raise typer.BadParameter(str(problem)) from problem
     replays = replay(steps_of(source, item, step_set), policies, folder)
     rates, unsteady = dict[str, "Rates"](), dict[str, str]()
     for result in replays:

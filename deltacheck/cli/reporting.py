@@ -53,25 +53,21 @@ def report(
     )
     page.write_page(out, text)
     images = page.write_images(drawings, png) if png is not None else []
-    if as_json:
-        output.print_json(
-            {
-                "root": record.root,
-                "file": str(out),
-                "file_bytes": out.stat().st_size,
-                "images": [str(image) for image in images],
-                "figures": [drawing.name for drawing in drawings],
-                "steps": [step.step for step in record.steps],
-                "conclusion": sentences,
-            }
-        )
-    else:
-        output.print_line(
-            f"{out}: {output.count(len(drawings), 'figure')} of"
-            f" {output.count(len(record.steps), 'step')}, {output.size(out.stat().st_size)}"
-        )
-        for line in (*map(str, images), *sentences):
-            output.print_line(line)
+    output.print_result(
+        {
+            "root": record.root,
+            "file": str(out),
+            "file_bytes": out.stat().st_size,
+            "images": [str(image) for image in images],
+            "figures": [drawing.name for drawing in drawings],
+            "steps": [step.step for step in record.steps],
+            "conclusion": sentences,
+        },
+        f"{out}: {output.count(len(drawings), 'figure')} of"
+        f" {output.count(len(record.steps), 'step')}, {output.size(out.stat().st_size)}",
+        *map(str, images),
+        *sentences,
+    )
     if record.problems:
         raise typer.Exit(output.DAMAGED)
 

@@ -41,17 +41,6 @@ ORDERED = {SPARSE: ORDERED_SPARSE, BITMAP: ORDERED_BITMAP}
 LAWS = (GRADIENT_LAW, MEAN_LAW, STEPS_LAW)
 LAW_PARTS, LAW_BYTES = 3, 64
 
-
-def has_ordered(methods: U32) -> bool:
-    """Return whether some chunks are ordered; ``methods``: the numbers of their methods."""
-    return bool(np.isin(methods, [*ORDERED.values()]).any())
-
-
-def has_law(methods: U32) -> bool:
-    """Return whether some chunks are predicted; ``methods``: the numbers of their methods."""
-    return bool(np.isin(methods, LAWS).any())
-
-
 # Permanent names, in the order in which streams are listed everywhere.
 # The native module gives and takes streams by their position here.
 STREAMS = (

@@ -7,7 +7,6 @@ from typing import Any
 
 from deltacheck.codec.base import U64
 from deltacheck.codec.extension import native
-from deltacheck.leaf.outline import MatchChildren
 
 
 def read_numbers(
@@ -26,17 +25,3 @@ def read_numbers(
             returns it. Integers are at least 0 and less than 2^64.
     """
     native.read_numbers(objects, first, second, out)
-
-
-def load_ahead(addresses: U64) -> None:
-    """Start to load memory into the processor's cache.
-
-    Args:
-        addresses: The addresses of the lines, uint64. The memory need not exist any more.
-    """
-    native.load_ahead(addresses)
-
-
-def matching_children() -> MatchChildren:
-    """Return the comparison of containers for ``Outline``."""
-    return native.matching_children

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from deltacheck.policy.presets import policy_of
 
@@ -18,7 +17,7 @@ MEASURED = "measured"
 
 # Names in the folder of an evaluation
 PLAN, PROFILE, ROOTS, OBSERVED = "plan.json", "profile.json", "roots", "observed"
-FINAL_STATE, WEIGHTS = "final_state", "weights"
+WEIGHTS = "weights"
 ROOT, LIVE, BEFORE = "root", "live", "before"  # in the folder of a killed run
 
 
@@ -38,14 +37,6 @@ class EvaluationPlan:
         first_seed: The others follow it.
         profile: A file with a profile for ``auto``; ``MEASURED``: the profile of the first unkilled
             run; empty: none.
-        save_last: Also save the last step, and leave the last state of the first seed in
-            ``FINAL_STATE``, for a run whose end is compared. Without it, a restored step always has
-            training steps left.
-        ways: Names of ways of saving. The killed run is saved in each of them, side by side, and
-            resumed from each of them; without any, it is saved under ``policy``.
-        savers: The function that opens the saver of a way, as ``workload.load_factory`` reads it.
-            It is called with the way, a folder for its files (its root, if it has one, is
-            ``ROOT`` in there) and the workload.
     """
 
     factory: str
@@ -57,9 +48,6 @@ class EvaluationPlan:
     noise_seeds: int
     first_seed: int = 1
     profile: str = ""
-    save_last: bool = False
-    ways: tuple[str, ...] = ()
-    savers: str = ""
 
     @property
     def is_lossless(self) -> bool:
@@ -67,9 +55,8 @@ class EvaluationPlan:
         return policy_of(self.policy).hidden is None
 
     def checkpoints(self) -> tuple[int, ...]:
-        """Return the steps that are saved."""
-        regular = range(self.every, self.steps, self.every)
-        return (*regular, self.steps) if self.save_last else tuple(regular)
+        """Return the steps that are saved, after each of which training steps are left."""
+        return tuple(range(self.every, self.steps, self.every))
 
     def killed_seeds(self) -> tuple[int, ...]:
         """Return the seeds that are killed."""
@@ -104,17 +91,15 @@ class Kill:
 class WorkerTask:
     """The task of one worker process: the name of a function of ``worker.py`` and its arguments.
 
-    ``kill``: for ``save_until_killed`` and ``resume``. ``way``: of saving, for ``resume``; empty
-    for the policy of the plan.
+    ``kill``: for ``save_until_killed`` and ``resume``.
     """
 
     name: str
     kill: Kill | None = None
-    way: str = ""
 
 
 def folder_of(folder: Path, kill: Kill) -> Path:
-    """Return the folder of one killed run: its live states, and the root or a folder per way."""
+    """Return the folder of one killed run: its live states, and the root."""
     return folder / ROOTS / f"{kill.seed}-{kill.number}"
 
 
@@ -152,19 +137,6 @@ class LeafGroup:
     raw_bytes: int
     key_bytes: float
     save_bytes: float
-
-
-@dataclass(frozen=True, slots=True)
-class WaySaves:
-    """The saves of one way until the kill.
-
-    ``saves``: an event for each complete one; ``overlapped`` is true if training went on beside it.
-    ``mean_bytes``: of all files of a checkpoint; merges of a root's deltas are included.
-    """
-
-    way: str
-    saves: tuple[Mapping[str, Any], ...]
-    mean_bytes: float
 
 
 # --- recovery -------------------------------------------------------------------------------------
@@ -228,7 +200,6 @@ class Recovery:
     training from the restored step to the next checkpoint lacks beside the unkilled run, in steps;
     ``None`` if it was not measured. ``error``: why the run did not recover;
     then there is no ``ending``, and the fields after ``acknowledged_step`` have no meaning.
-    ``way``: of saving, empty for the policy of the plan.
     """
 
     kill: Kill
@@ -244,12 +215,11 @@ class Recovery:
     ending: Ending | None = None
     error: str = ""
     missing_steps: float | None = None
-    way: str = ""
 
     @property
     def name(self) -> str:
         """A description of the recovery."""
-        return f"{self.kill.name}, {self.way}" if self.way else self.kill.name
+        return self.kill.name
 
     @property
     def lost_steps(self) -> int:
@@ -264,8 +234,7 @@ class Evidence:
     ``framework``: of the state's arrays. ``peer``: the way of saving that ours is compared with.
     ``unkilled``: one run per seed. ``repeat``: the first seed once more. ``saving``: the first seed
     once more, with checkpoints and the peer's files. ``contracts``: the contracts that these
-    checkpoints have used (``LeafCheck.exercise``). ``way_saves``: of each way of the plan, in the
-    killed run.
+    checkpoints have used (``LeafCheck.exercise``).
     """
 
     plan: EvaluationPlan
@@ -278,4 +247,3 @@ class Evidence:
     groups: tuple[LeafGroup, ...]
     recoveries: tuple[Recovery, ...]
     contracts: tuple[str, ...] = ()
-    way_saves: tuple[WaySaves, ...] = ()

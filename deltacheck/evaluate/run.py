@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -31,7 +32,6 @@ from deltacheck.evaluate.records import (
     LeafGroup,
     MeasuredSave,
     Recovery,
-    WaySaves,
     WorkerTask,
     folder_of,
 )
@@ -80,37 +80,33 @@ def evaluate(
     shared = folder / "made"
     shared.mkdir()
     # One task for all runs without a kill, and two for each kill: the killed run and the resumed
-    # one, or one of each way.
-    session = Workers(plan, folder, shared, 1 + (1 + len(plan.ways or [""])) * len(kills(plan)))
+    # one.
+    session = Workers(plan, folder, shared, 1 + 2 * len(kills(plan)))
     try:
-        return _evaluate(session, progress)
+        evidence, pace = observe(session, progress)
+        # Only the first run shows which saves use which contracts, so kills come after it.
+        best = best_saves(contracts_of(folder / ROOTS / OBSERVED))
+        recoveries: list[Recovery] = []
+        for kill, before, error in killed_runs(session, kills(plan, best), pace, progress):
+            root = folder_of(folder, kill) / ROOT
+            task = WorkerTask("resume", kill)
+            recoveries.append(recovery_of(session, task, root, before, error))
     finally:
         session.close()
+    return replace(evidence, recoveries=tuple(recoveries))
 
 
-def _evaluate(session: Workers, progress: Progress) -> Evidence:
-    plan = session.plan
+def observe(session: Workers, progress: Progress) -> tuple[Evidence, tuple[float, float]]:
+    """Perform the runs that are not killed; return their results and ``Reports.pace``."""
+    plan, root = session.plan, session.folder / ROOTS / OBSERVED
     # With the repeat and the saving run.
     total = (len(plan.unkilled_seeds()) + 2) * plan.steps
     observed = session.run(
         WorkerTask("observe"),
         lambda reports: progress("unkilled runs", reports.trained_steps, total),
     )
-    record = collect(session.folder / ROOTS / OBSERVED)
-    pace = observed.pace(plan.every)
-    # Only the first run shows which saves use which contracts, so kills come after it.
-    used = contracts_of(session.folder / ROOTS / OBSERVED)
-    contracts = tuple(sorted(set().union(*used.values())))
-    planned_kills = kills(plan, best_saves(used))
-    recoveries: list[Recovery] = []
-    way_saves: tuple[WaySaves, ...] = ()
-    for number, kill in enumerate(planned_kills):
-        progress("kills and resumes", number, len(planned_kills))
-        before, error = _until_killed(session, kill, pace)
-        way_saves += tuple(_way_saves(before, session.folder, kill, way) for way in plan.ways)
-        recoveries += [_recovery(session, kill, way, before, error) for way in plan.ways or ("",)]
-    progress("kills and resumes", len(planned_kills), len(planned_kills))
-    return Evidence(
+    record = collect(root)
+    evidence = Evidence(
         plan,
         observed.other_events["framework"]["name"],
         observed.other_events["framework"]["peer"],
@@ -119,10 +115,25 @@ def _evaluate(session: Workers, progress: Progress) -> Evidence:
         ending_of(observed.other_events["saving_run"]["ending"]),
         _saves(observed.saved, record),
         _groups(record),
-        tuple(recoveries),
-        contracts,
-        way_saves,
+        (),
+        tuple(sorted(set().union(*contracts_of(root).values()))),
     )
+    return evidence, observed.pace(plan.every)
+
+
+def killed_runs(
+    session: Workers, kills: Sequence[Kill], pace: tuple[float, float], progress: Progress
+) -> Iterator[tuple[Kill, Reports, str]]:
+    """Run until each kill; yield it, the events before it, and the error of a run that had one."""
+    for number, kill in enumerate(kills):
+        progress("kills and resumes", number, len(kills))
+        before, error = Reports(), ""
+        try:
+            session.run_until_killed(WorkerTask("save_until_killed", kill), kill, before, pace)
+        except DeltacheckError as problem:
+            error = str(problem)
+        yield kill, before, error
+    progress("kills and resumes", len(kills), len(kills))
 
 
 def contracts_of(root: Path) -> dict[int, set[str]]:
@@ -147,37 +158,29 @@ def best_saves(used: Mapping[int, set[str]]) -> list[int]:
     return sorted({step for steps in steps_of for step in steps[-fewest:]})
 
 
-def _until_killed(session: Workers, kill: Kill, pace: tuple[float, float]) -> tuple[Reports, str]:
-    """Return the reports of a run up to its kill, and why it was not killed, empty if it was."""
-    before = Reports()
-    try:
-        session.run_until_killed(WorkerTask("save_until_killed", kill), kill, before, pace)
-    except DeltacheckError as error:
-        return before, str(error)
-    return before, ""
+def recovery_of(
+    session: Workers, task: WorkerTask, root: Path, before: Reports, error: str
+) -> Recovery:
+    """Resume a killed run, and return the result.
 
-
-def _way_saves(before: Reports, folder: Path, kill: Kill, way: str) -> WaySaves:
-    saves, root = before.saved_in(way), folder_of(folder, kill) / way / ROOT
-    sizes = [save["stored_bytes"] for save in saves]
-    if root.exists():
-        # These include what was written behind the training to shorten chains.
-        sizes = [step.written_bytes for step in collect(root).steps]
-    return WaySaves(way, saves, sum(sizes) / max(1, len(sizes)))
-
-
-def _recovery(session: Workers, kill: Kill, way: str, before: Reports, error: str) -> Recovery:
-    root = folder_of(session.folder, kill) / way / ROOT
-    acknowledged = before.acknowledged_step(way)
+    Args:
+        session: The workers.
+        task: Resumes it.
+        root: The root of the killed run, if it has one.
+        before: The events before the kill.
+        error: The error of the killed run; empty: none.
+    """
+    kill, acknowledged = task.kill, before.acknowledged_step
+    assert kill is not None
     try:
         if error:
             raise EvaluationFailed(error)
         if root.exists() and not deltacheck.open(root).steps():
             raise EvaluationFailed("no checkpoint survived the kill")
-        resumed = session.run(WorkerTask("resume", kill, way)).other_events["resumed"]
+        resumed = session.run(task).other_events["resumed"]
     except DeltacheckError as problem:
         # A failed recovery is a result of the evaluation, not its end: the others still count.
-        return Recovery(kill, before.step, acknowledged, error=str(problem), way=way)
+        return Recovery(kill, before.step, acknowledged, error=str(problem))
     return Recovery(
         kill,
         before.step,
@@ -191,7 +194,6 @@ def _recovery(session: Workers, kill: Kill, way: str, before: Reports, error: st
         resumed["stage"],
         ending_of(resumed["ending"]),
         missing_steps=resumed["missing_steps"],
-        way=way,
     )
 
 

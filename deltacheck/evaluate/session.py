@@ -23,9 +23,6 @@ from deltacheck.evaluate.records import PLAN, Ending, EvaluationPlan, Kill, Work
 from deltacheck.evaluate.workload import FOLDER, NoWorkload
 
 _WORKER = "deltacheck.evaluate.worker"
-# With several ways, kills come after this share of the steps: before the run is stable, policies
-# that are not exact do nearly the same as an exact one.
-_EARLIEST_KILL = 0.6
 
 
 class EvaluationFailed(DeltacheckError):
@@ -56,13 +53,10 @@ class Reports:
             case name:
                 self.other_events[name] = event
 
-    def saved_in(self, way: str) -> tuple[Event, ...]:
-        """Return the saves of a way of saving that were reported durable."""
-        return tuple(event for event in self.saved if event.get("way", "") == way)
-
-    def acknowledged_step(self, way: str) -> int:
-        """Return the newest step of a way that was reported durable, 0 without one."""
-        return max((event["step"] for event in self.saved_in(way)), default=0)
+    @property
+    def acknowledged_step(self) -> int:
+        """The newest step that was reported durable, 0 without one."""
+        return max((event["step"] for event in self.saved), default=0)
 
     def pace(self, every: int) -> tuple[float, float]:
         """Return the seconds of a save until it is durable, and between two saves."""
@@ -84,13 +78,21 @@ class Workers:
         folder: For plan, log and checkpoints.
         shared: An existing folder for what the factory creates once, such as weights.
         tasks: The number of expected tasks.
+        module: That of the worker.
     """
 
-    def __init__(self, plan: EvaluationPlan, folder: Path, shared: Path, tasks: int) -> None:
+    def __init__(
+        self,
+        plan: EvaluationPlan,
+        folder: Path,
+        shared: Path,
+        tasks: int,
+        module: str = _WORKER,
+    ) -> None:
         self.plan, self.folder = plan, folder
         (folder / PLAN).write_bytes(msgspec.json.encode(plan))
         environment = {FOLDER: str(shared)}
-        self._pool = WorkerPool(_WORKER, [str(folder)], folder, environment, tasks)
+        self._pool = WorkerPool(module, [str(folder)], folder, environment, tasks)
 
     def run(self, task: WorkerTask, on_report: OnReport = lambda reports: None) -> Reports:
         """Let a worker perform a task to its end.
@@ -169,8 +171,7 @@ def kills(plan: EvaluationPlan, inexact: Collection[int] = ()) -> tuple[Kill, ..
     """Choose when to kill: spread evenly over the saves, in turn during a save and between two.
 
     The moment within that is random, from the seed. The first save is left out, because a restore
-    needs one; so is the last step, after which nothing is left to train. If there are several ways
-    of saving, each kill falls into the saves of a late checkpoint.
+    needs one; so is the last step, after which nothing is left to train.
 
     Args:
         plan: Gives seeds, saves and the number of kills.
@@ -179,8 +180,6 @@ def kills(plan: EvaluationPlan, inexact: Collection[int] = ()) -> tuple[Kill, ..
             policy that is not exact does the same as an exact one.
     """
     checkpoints = plan.checkpoints()
-    if plan.ways:
-        inexact = [step for step in checkpoints if step >= _EARLIEST_KILL * plan.steps]
     saves = [
         step
         for before, step in pairwise(checkpoints)
@@ -188,7 +187,6 @@ def kills(plan: EvaluationPlan, inexact: Collection[int] = ()) -> tuple[Kill, ..
     ]
     if not saves:
         saves = [step for step in checkpoints if step in inexact][1:]
-    saves = [step for step in saves if step < plan.steps] or list(checkpoints[1:-1])
     result = []
     for seed in plan.killed_seeds():
         # Each seed has a generator of its own, so that more seeds do not move the kills of others.
@@ -197,10 +195,7 @@ def kills(plan: EvaluationPlan, inexact: Collection[int] = ()) -> tuple[Kill, ..
             # One random position in each of as many equal parts of the run as there are kills.
             position = (number + dice.random()) / plan.kills
             step = saves[min(len(saves) - 1, int(position * len(saves)))]
-            mid_save = bool(plan.ways) or (number + seed) % 2 == 1
-            # A share counts in saves, and a checkpoint has one of each way.
-            share = dice.random() * max(1, len(plan.ways))
-            result.append(Kill(seed, number, step, mid_save, share))
+            result.append(Kill(seed, number, step, (number + seed) % 2 == 1, dice.random()))
     return tuple(result)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,6 @@ from deltacheck.evaluate.comparison.snapshot import Snapshot
 from deltacheck.evaluate.processes import report, reserve_stdout
 from deltacheck.evaluate.records import (
     BEFORE,
-    FINAL_STATE,
     LIVE,
     MEASURED,
     OBSERVED,
@@ -55,7 +54,7 @@ from deltacheck.profile import Profile, sensitivity
 # Snapshots of live states that are kept under an exact policy: after a kill, the newest checkpoint
 # is that of the save in progress or of the one before.
 LIVE_SNAPSHOTS = 3
-_WAIT_FOR_KILL_SECONDS = 120.0
+WAIT_FOR_KILL_SECONDS = 120.0
 
 
 class WorkerRun:
@@ -121,8 +120,6 @@ def observe(plan: EvaluationPlan, folder: Path, factory: Factory) -> None:
         if seed == first and plan.profile == MEASURED:
             _profile(run, plan).write(folder / PROFILE)
         _train_and_keep_weights(run, plan, folder, seed)
-        if seed == first and plan.save_last:
-            run.backend.peer_save(run.workload.state(), folder / FINAL_STATE)
         report("unkilled", ending=asdict(run.ending(seed)))
     # The repeat shows if the run is deterministic. Only then are resumed runs compared in bits.
     repeat = WorkerRun(factory, first)
@@ -199,49 +196,40 @@ def save(plan: EvaluationPlan, folder: Path, factory: Factory) -> None:
 def save_until_killed(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill) -> None:
     """Run with checkpoints, and write each live state to a file as it is saved.
 
-    Several ways take turns: each save ends before that of the next way begins, except the last of a
-    checkpoint, beside which training goes on. Another way is last at each checkpoint. The parent
-    ends the process with SIGKILL. No save begins after that of the kill, so however late the signal
-    comes, the newest step is that of the kill or the one before.
+    The parent ends the process with SIGKILL. No save begins after that of the kill, so however late
+    the signal comes, the newest step is that of the kill or the one before.
     """
     run, run_folder = WorkerRun(factory, kill.seed), folder_of(folder, kill)
     (run_folder / LIVE).mkdir(parents=True)
-    savers = {way: _open(way, plan, folder, run, run_folder) for way in plan.ways or ("",)}
-    turns, files = deque(savers), list[Path]()
+    saver, files = run.backend.Saver(run_folder / ROOT, _policy(plan, folder)), list[Path]()
     for step in (step for step in plan.checkpoints() if step <= kill.saving_step):
-        # Ways are timed, and a save should not meet the writing of another state.
-        loss = run.train_until(step) if plan.ways else _train_to_save(plan, run, run_folder, step)
-        report_saved(savers[turns[-1]].finish(), way=turns[-1], overlapped=True)
+        loss = _train_to_save(plan, run, run_folder, step)
+        report_saved(saver.finish())
         state = run.workload.state()
         files.append(live_file(run_folder, step))
         run.write_snapshot(state, files[-1])
         # Under another policy, a restored leaf may have the values of any earlier save.
-        only_exact = plan.is_lossless and not plan.ways
-        for old in files[:-LIVE_SNAPSHOTS] if only_exact else ():
+        for old in files[:-LIVE_SNAPSHOTS] if plan.is_lossless else ():
             old.unlink(missing_ok=True)
-        turns.rotate()
         report("saving", step=step)
-        for way in turns:
-            savers[way].save(step, state, run.metrics(loss))
-            if way != turns[-1]:
-                report_saved(savers[way].finish(), way=way, overlapped=False)
+        saver.save(step, state, run.metrics(loss))
     # Training goes on behind the last save, until the signal comes.
     run.train_until(min(kill.saving_step + plan.every, plan.steps))
-    report_saved(savers[turns[-1]].finish(), way=turns[-1], overlapped=True)
-    time.sleep(_WAIT_FOR_KILL_SECONDS)
+    report_saved(saver.finish())
+    time.sleep(WAIT_FOR_KILL_SECONDS)
 
 
-def resume(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill, way: str) -> None:
+def resume(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill) -> None:
     """Restore the newest step after a kill, compare it with the live state, and train on."""
-    run, run_folder = WorkerRun(factory, kill.seed), folder_of(folder, kill)
-    if way:
-        # Ways are compared by a second restore: the first one imports modules and reads files that
-        # are not in memory.
-        first = _open(way, plan, folder, run, run_folder)
-        first.restore(run.workload.state())
-        first.close()
-    saver = _open(way, plan, folder, run, run_folder)
-    resumed, start = restore_and_check(run, saver, run_folder, run_folder / way / ROOT)
+    run, root = WorkerRun(factory, kill.seed), folder_of(folder, kill) / ROOT
+    go_on(plan, folder, run, kill, run.backend.Saver(root, _policy(plan, folder)), root)
+
+
+def go_on(
+    plan: EvaluationPlan, folder: Path, run: WorkerRun, kill: Kill, saver: Any, root: Path
+) -> None:
+    """Restore a killed run as ``resume`` does, from the root of a saver."""
+    resumed, start = restore_and_check(run, saver, folder_of(folder, kill), root)
     missing: float | None = None
     for next_step in (number for number in plan.checkpoints() if number > resumed["restored_step"]):
         loss = run.train_until(next_step)
@@ -257,14 +245,6 @@ def resume(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill, way
     saver.close()
     ending = asdict(run.ending(kill.seed))
     report("resumed", **resumed, missing_steps=missing, ending=ending)
-
-
-def _open(way: str, plan: EvaluationPlan, folder: Path, run: WorkerRun, run_folder: Path) -> Any:
-    """Open the saver of a way of saving, or that of the policy of the plan."""
-    if not way:
-        return run.backend.Saver(run_folder / ROOT, _policy(plan, folder))
-    open_saver: Any = load_factory(plan.savers)
-    return open_saver(way, run_folder / way, run.workload)
 
 
 def restore_and_check(
@@ -378,20 +358,24 @@ def _perform(task: WorkerTask, plan: EvaluationPlan, folder: Path, factory: Fact
     if task.kill is None:
         observe(plan, folder, factory)
     elif task.name == "resume":
-        resume(plan, folder, factory, task.kill, task.way)
+        resume(plan, folder, factory, task.kill)
     else:
         save_until_killed(plan, folder, factory, task.kill)
 
 
-def main(folder: Path) -> None:
+def main(
+    folder: Path,
+    kind: type[EvaluationPlan] = EvaluationPlan,
+    perform: Callable[[WorkerTask, Any, Path, Factory], None] = _perform,
+) -> None:
     """Wait for a task of the plan in a folder, and perform it."""
     reserve_stdout()
-    plan = msgspec.json.decode((folder / PLAN).read_bytes(), type=EvaluationPlan)
+    plan = msgspec.json.decode((folder / PLAN).read_bytes(), type=kind)
     try:
         factory = load_factory(plan.factory)
         line = sys.stdin.readline()
         if line:  # nothing: the evaluation has ended without this process
-            _perform(msgspec.json.decode(line, type=WorkerTask), plan, folder, factory)
+            perform(msgspec.json.decode(line, type=WorkerTask), plan, folder, factory)
     except Exception as error:
         is_expected = isinstance(error, DeltacheckError)
         problem = str(error) if is_expected else f"{type(error).__name__}: {error}"

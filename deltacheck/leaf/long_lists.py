@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from deltacheck.leaf.structs import unique_keys
+
 # Items of a list that is kept as one text. Larger: fewer lists are; smaller: the values of a list
 # have no nodes of their own, so errors and comparisons name the list.
 LEAST_ITEMS = 256
@@ -44,19 +46,12 @@ def value_of(text: object) -> list[Any]:
     if type(text) is not str:
         raise ValueError("a long list is not text")
     try:
-        value = json.loads(text, object_pairs_hook=_unique)
+        value = json.loads(text, object_pairs_hook=unique_keys)
     except RecursionError:
         raise ValueError("a long list is nested too deeply") from None
     if type(value) is not list or len(value) < LEAST_ITEMS or not _is_plain(value):
         raise ValueError("a long list has other values than plain ones")
     return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("an object of a long list has the same key twice")
-    return result
 
 
 def _is_plain(value: list[Any]) -> bool:

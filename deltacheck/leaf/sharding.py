@@ -41,17 +41,12 @@ class HeldShards(NamedTuple):
     Attributes:
         dtype: The element type of the leaf.
         shape: The shape of the leaf.
-        boxes: One box for each shard. The box of the whole leaf is ``whole(shape)``.
+        boxes: One box for each shard. The box of the whole leaf is ``tiles.whole(shape)``.
     """
 
     dtype: str
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
-
-
-def whole(shape: Sequence[int]) -> Box:
-    """Return the box of a whole leaf."""
-    return tuple(slice(0, size) for size in shape)
 
 
 class Holdings(msgspec.Struct, frozen=True):
@@ -593,10 +588,3 @@ def find(box: Box, among: Iterable[Box]) -> int | None:
         if all(a.start >= b.start and a.stop <= b.stop for a, b in zip(box, outer, strict=True)):
             return number
     return None
-
-
-def inside(box: Box, outer: Box) -> Box:
-    """Return a box in coordinates of another box that contains it."""
-    return tuple(
-        slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True)
-    )

@@ -36,6 +36,18 @@ class Overlap(NamedTuple):
     in_box: Box
 
 
+def whole(shape: Sequence[int]) -> Box:
+    """Return the box of a whole leaf."""
+    return tuple(slice(0, size) for size in shape)
+
+
+def inside(box: Box, outer: Box) -> Box:
+    """Return a box in coordinates of another box that contains it."""
+    return tuple(
+        slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True)
+    )
+
+
 def shape_of(cuts: Cuts) -> tuple[int, ...]:
     """Return the shape of the leaf."""
     return tuple(edges[-1] for edges in cuts)

@@ -24,10 +24,9 @@ from deltacheck.restore.export import named_writes, new_folder
 from deltacheck.store import documents, layout
 from deltacheck.store.commit import commit
 from deltacheck.store.files import chunk_files, storage
-from deltacheck.store.files.containment import inside, remove_tree
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.object_path import ObjectPath
-from deltacheck.store.files.storage import Place, storage_of, take_lease
+from deltacheck.store.files.storage import Place, inside, remove_tree, storage_of, take_lease
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.opening import create_store
 from deltacheck.store.roots.root import Root, open_segments

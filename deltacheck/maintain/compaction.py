@@ -10,22 +10,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from deltacheck.errors import Damaged, StepNotFound
 from deltacheck.leaf import tiles
-from deltacheck.restore.chain import resolve_chains
+from deltacheck.restore.chain import chains_at, resolve_chains, without_unneeded
 from deltacheck.restore.leaf_kinds import Chain
-from deltacheck.save.chains.kept_leaves import delta_bytes, write_kept
+from deltacheck.save.chains.kept_leaves import write_kept
 from deltacheck.save.chains.whole_leaves import manifest_on, write_whole
 from deltacheck.store import collect, layout
 from deltacheck.store.commit import commit
 from deltacheck.store.documents import encode_manifest
 from deltacheck.store.files import arrays
-from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import sync_directory
-from deltacheck.store.files.storage import Place
-from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest, SegmentRef
+from deltacheck.store.files.storage import Place, inside
+from deltacheck.store.manifest import LeafEntry, Manifest, SegmentRef
 from deltacheck.store.roots.root import Root
 from deltacheck.store.segment import Segment
 
@@ -300,7 +297,7 @@ def _need(
     is_all = len(entries) == len(segment.table.leaves)
     raw = {path: entry.spec(path).raw_bytes for path, entry in entries.items()}
     copied = (
-        sum(delta_bytes(segment, entry) for entry in deltas)
+        sum(map(segment.delta_bytes, deltas))
         + sum(raw[path] for path, entry in entries.items() if entry.key is not None)
         + (_ARRAY_BYTES * segment.table.delta_arrays if deltas else 0)
     )
@@ -317,42 +314,20 @@ def _rewritten(root: Root, need: Need) -> SegmentRef:
     """
     seq = layout.seq_of(need.ref.id)
     if need.is_whole:
-        return write_whole(root.store.writer(seq), _chains_up_to(root, need))
-    deltas = {path: entry for path, (_, entry) in need.leaves.items() if entry.key is None}
-    segment = root.store.segment(need.ref)
-    return write_kept(root.store, segment, seq, deltas, _keyframes(root, need))
-
-
-def _chains_up_to(root: Root, need: Need) -> dict[str, Chain]:
-    """Return the chains of the needed leaves of a segment, up to this segment."""
-    seq = layout.seq_of(need.ref.id)
-    chains: dict[str, Chain] = {}
-    for path, (manifest, entry) in need.leaves.items():
-        earlier = tuple(ref for ref in manifest.segments if layout.seq_of(ref.id) <= seq)
-        record = LeafRecord(entry.dtype, entry.shape, entry.chunk, entry.digest)
-        # A manifest that ends at the segment, and asks for the leaf as it was there.
-        truncated = msgspec.structs.replace(manifest.on(earlier), leaves={path: record}, tiles={})
-        chains |= resolve_chains(root, truncated, [path])
-    return chains
-
-
-def _keyframes(root: Root, need: Need) -> dict[str, Chain]:
-    """Return the chains of the needed leaves that are keyframes in a segment, without deltas."""
+        chains: dict[str, Chain] = {}
+        for path, (manifest, entry) in need.leaves.items():
+            earlier = [ref for ref in manifest.segments if layout.seq_of(ref.id) <= seq]
+            chains |= chains_at(root, manifest, earlier, {path: entry.record(entry.digest)})
+        return write_whole(root.store.writer(seq), chains)
+    entries = {path: entry for path, (_, entry) in need.leaves.items()}
+    deltas = {path: entry for path, entry in entries.items() if entry.key is None}
     keyframes = {
-        path: (manifest, entry)
-        for path, (manifest, entry) in need.leaves.items()
-        if entry.key is not None
+        path: entry.record(entry.digest) for path, entry in entries.items() if path not in deltas
     }
-    if not keyframes:
-        return {}
-    records = {
-        path: LeafRecord(entry.dtype, entry.shape, entry.chunk, entry.digest)
-        for path, (_, entry) in keyframes.items()
-    }
-    # A manifest of this segment alone, which asks for the leaves as they were there.
-    manifest = next(iter(keyframes.values()))[0]
-    truncated = msgspec.structs.replace(manifest.on([need.ref]), leaves=records, tiles={})
-    return resolve_chains(root, truncated, records)
+    manifest, _ = next(iter(need.leaves.values()))
+    segment = root.store.segment(need.ref)
+    chains = chains_at(root, manifest, [need.ref], keyframes)
+    return write_kept(root.store, segment, seq, deltas, chains)
 
 
 def _with_replacements(
@@ -370,9 +345,7 @@ def _with_replacements(
         {ref.id: old for old, ref in replacements.items()},
     )
     root.with_tables(after)
-    chains = resolve_chains(root, after, after.stored).values()
-    needed_ids = {segment.id for leaf in chains for segment, _ in (leaf.key, *leaf.deltas)}
-    return after.on([ref for ref in after.segments if ref.id in needed_ids])
+    return without_unneeded(root, after)
 
 
 def _refuse_manager(root: Root) -> None:

@@ -17,9 +17,8 @@ from deltacheck.restore import read
 from deltacheck.restore.chain import resolve_chains
 from deltacheck.store import layout
 from deltacheck.store.files import arrays
-from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import sync_directory
-from deltacheck.store.files.storage import Place, storage_of
+from deltacheck.store.files.storage import Place, inside, storage_of
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.manager_steps import MANAGER_STORE
 from deltacheck.store.roots.opening import open_root
@@ -155,8 +154,7 @@ def _restores(root: Root, manifest: Manifest) -> bool:
     try:
         open_segments(root, manifest)
         for path in manifest.stored:
-            chains = resolve_chains(root, manifest, [path])
-            read.read_chunks(chains, {path: list(range(chains[path].spec.chunk_count))})
+            read.read_chunks(resolve_chains(root, manifest, [path]))
     except Damaged:
         return False
     return True

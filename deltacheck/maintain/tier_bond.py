@@ -16,9 +16,8 @@ from typing import NamedTuple
 from deltacheck.errors import Damaged, ForeignMemory
 from deltacheck.store import collect, layout
 from deltacheck.store.files import arrays, storage
-from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.files.storage import Place
+from deltacheck.store.files.storage import Place, inside
 from deltacheck.store.roots.root import Root
 
 log = logging.getLogger("deltacheck")

@@ -18,9 +18,8 @@ from deltacheck.leaf.external_errors import walk
 from deltacheck.store import documents, layout
 from deltacheck.store.commit import commit
 from deltacheck.store.files import arrays, storage
-from deltacheck.store.files.containment import inside, remove_tree
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.files.storage import Place, storage_of
+from deltacheck.store.files.storage import Place, inside, remove_tree, storage_of
 from deltacheck.store.manifest import Manifest, SegmentRef
 from deltacheck.store.roots.root import Root, open_segments
 from deltacheck.store.segment import document_digest

@@ -357,33 +357,31 @@ def wrong_documents(segment: Segment) -> Iterator[tuple[Place, bytes, str]]:
 
 def group_problem(path: Place) -> str | None:
     """Return the problem of a file that must be the metadata of a zarr group, if there is one."""
-    try:
-        document = _json_of(path)
-        is_group = (document["zarr_format"], document["node_type"]) == (3, "group")
-    except StorageFailed:
-        # A storage that does not answer says nothing of the file, so this is no finding.
-        raise
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, Damaged) as error:
-        return f"{path} cannot be read: {type(error).__name__}: {error}"
-    if is_group:
-        return None
-    return f"{path} is not the metadata of a zarr group: plain zarr cannot open what is below it"
+    return _problem(
+        path,
+        lambda group: (group["zarr_format"], group["node_type"]) == (3, "group"),
+        "is not the metadata of a zarr group: plain zarr cannot open what is below it",
+    )
 
 
 def _metadata_problem(path: Place, expected: bytes) -> str | None:
+    return _problem(
+        path,
+        lambda array: _normalize(array) == _normalize(json.loads(expected)),
+        "is not the metadata that was written: plain zarr would read the array wrongly",
+    )
+
+
+def _problem(path: Place, is_right: Callable[[Any], bool], otherwise: str) -> str | None:
     try:
-        is_equal = _normalize(_json_of(path)) == _normalize(json.loads(expected))
+        if is_right(json.loads(arrays.read_file(path, documents.MAX_DOCUMENT_BYTES))):
+            return None
     except StorageFailed:
+        # A storage that does not answer says nothing of the file, so this is no finding.
         raise
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError, Damaged) as error:
-        return f"{path} cannot be read: {error}"
-    if is_equal:
-        return None
-    return f"{path} is not the metadata that was written: plain zarr would read the array wrongly"
-
-
-def _json_of(path: Place) -> Any:
-    return json.loads(arrays.read_file(path, documents.MAX_DOCUMENT_BYTES))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, Damaged) as error:
+        return f"{path} cannot be read: {type(error).__name__}: {error}"
+    return f"{path} {otherwise}"
 
 
 def _normalize(value: object) -> object:

@@ -110,9 +110,7 @@ def written_bytes(record: Record) -> Drawing:
             f"{_title(steps)}: {format_size(bottom[column])} written,"
             f" {bottom[column] / max(raw[column], 1):.1%} of the state ({parts})"
         )
-        tips.append(
-            Tip(axes, (column - 0.5, 0, column + 0.5, max(bottom[column], raw[column])), text)
-        )
+        tips.append(_tip(axes, column, max(bottom[column], raw[column]), text))
     draw_reference(axes, raw)
     _step_axis(axes, columns)
     set_bytes_axis(axes, max([*bottom, *raw], default=0))
@@ -407,8 +405,7 @@ def _draw_shares(axes: Axes, columns: Sequence[Sequence[StepRecord]]) -> list[Ti
     tips = []
     for column, steps in enumerate(columns):
         parts = ", ".join(f"{name} {_mean_share(steps, name):.1%}" for name in _CONTRACT_COLOURS)
-        box = (column - 0.5, 0, column + 0.5, 1)
-        tips.append(Tip(axes, box, f"{_title(steps)}: {parts} of the bytes"))
+        tips.append(_tip(axes, column, 1, f"{_title(steps)}: {parts} of the bytes"))
     return tips
 
 
@@ -472,10 +469,8 @@ def restore_cost(record: Record) -> Drawing:
             f"{_title(steps)}: a restore reads {format_size(read[column])}; at most"
             f" {deepest[column]} deltas, {mean[column]:.1f} in the mean"
         )
-        tips.append(
-            Tip(bottom, (column - 0.5, 0, column + 0.5, max(read[column], raw[column])), text)
-        )
-        tips.append(Tip(top, (column - 0.5, 0, column + 0.5, top.get_ylim()[1]), text))
+        tips.append(_tip(bottom, column, max(read[column], raw[column]), text))
+        tips.append(_tip(top, column, top.get_ylim()[1], text))
     draw_reference(bottom, raw)
     set_bytes_axis(bottom, max([*read, *raw], default=0))
     bottom.set_ylabel("files to read", fontsize=8)
@@ -549,6 +544,11 @@ def _title(steps: Sequence[StepRecord]) -> str:
     return (
         f"step {steps[0].step}" if len(steps) == 1 else f"steps {steps[0].step} to {steps[-1].step}"
     )
+
+
+def _tip(axes: Axes, column: int, top: float, text: str) -> Tip:
+    """Return the tip of a column, from the axis up to ``top``."""
+    return Tip(axes, (column - 0.5, 0, column + 0.5, top), text)
 
 
 def _step_axis(axes: Axes, columns: Sequence[Sequence[StepRecord]]) -> None:

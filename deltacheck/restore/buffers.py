@@ -68,13 +68,15 @@ class Block:
 
 
 def allocate_blocks(
-    chains: Mapping[str, Chain], chunks: Mapping[str, list[int]]
+    chains: Mapping[str, Chain], chunks: Mapping[str, list[int]] | None = None
 ) -> list[list[Filling]]:
-    """Allocate memory for some chunks of leaves, and group small leaves into shared blocks.
+    """Allocate memory for some or all chunks of leaves, and group small leaves into shared blocks.
 
     Leaves of a block have the same element size and follow each other as they are stored, so that
     neighbours on disk are also neighbours in memory.
     """
+    if chunks is None:
+        chunks = {path: list(range(chain.spec.chunk_count)) for path, chain in chains.items()}
     groups: list[list[str]] = []
     filling: dict[tuple[int, int], tuple[list[str], int]] = {}
 

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,7 +23,7 @@ from deltacheck.restore.content import machine_bytes
 from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.store import segment as columns
 from deltacheck.store.files.chunk_files import ranges
-from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest
+from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest, SegmentRef
 from deltacheck.store.roots.root import Root, open_segments
 from deltacheck.store.segment import Segment, entries_by_path, load_tables
 
@@ -39,6 +40,13 @@ class KnownContent(NamedTuple):
 
     data: U8
     digest: str
+
+
+def known_content(manifest: Manifest, content: Mapping[str, U8]) -> dict[str, KnownContent]:
+    """Return the content of whole stored leaves of a step, by stored path."""
+    return {
+        path: KnownContent(data, manifest.stored[path].digest) for path, data in content.items()
+    }
 
 
 class _Links(NamedTuple):
@@ -104,6 +112,31 @@ def resolve_chains(
             rest = tuple(deltas[covered_links - 1 :])
             chains[spec.path] = Chain(spec, key, rest, digests, held_leaf.data)
     return chains
+
+
+def chains_at(
+    root: Root,
+    manifest: Manifest,
+    segments: Sequence[SegmentRef],
+    records: Mapping[str, LeafRecord],
+) -> dict[str, Chain]:
+    """Return the chains of leaves as they were after some segments of a step.
+
+    Args:
+        root: The root.
+        manifest: The step.
+        segments: The segments, which have the chains.
+        records: What the leaves were then, by stored path.
+    """
+    earlier = msgspec.structs.replace(manifest.on(segments), leaves=records, tiles={})
+    return resolve_chains(root, earlier, records)
+
+
+def without_unneeded(root: Root, manifest: Manifest) -> Manifest:
+    """Return a manifest without the segments that none of its chains has, which are checked."""
+    chains = resolve_chains(root, manifest, manifest.stored).values()
+    needed = {segment.id for chain in chains for segment, _ in (chain.key, *chain.deltas)}
+    return manifest.on([ref for ref in manifest.segments if ref.id in needed])
 
 
 def _covered_links(entries: Sequence[tuple[int, LeafEntry]], digest: str) -> int:

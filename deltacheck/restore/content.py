@@ -65,15 +65,10 @@ def element_runs(spec: LeafSpec, chunks: Sequence[int]) -> list[tuple[int, int]]
     return runs
 
 
-def whole_box(spec: LeafSpec) -> Box:
-    """Return the box that is all of a leaf."""
-    return tuple(slice(0, size) for size in spec.shape)
-
-
 def boxes_of_chunks(spec: LeafSpec, chunks: Sequence[int]) -> list[Box]:
     """Return boxes of whole chunks that hold some chunks, in the order of the elements."""
     if len(chunks) == spec.chunk_count:
-        return [whole_box(spec)]
+        return [tiles.whole(spec.shape)]
     return [
         box
         for first, stop in element_runs(spec, chunks)
@@ -83,7 +78,7 @@ def boxes_of_chunks(spec: LeafSpec, chunks: Sequence[int]) -> list[Box]:
 
 def chunks_of_box(spec: LeafSpec, box: Sequence[slice]) -> list[int]:
     """Return the chunks that a box touches, ascending."""
-    if tuple(box) == whole_box(spec):
+    if tuple(box) == tiles.whole(spec.shape):
         return list(range(spec.chunk_count))
     return grid.chunks_of_slices(spec.shape, spec.chunk, box)
 
@@ -93,7 +88,7 @@ def as_array(item: Loaded) -> Array:
     return item.data.view(item.spec.element.numpy).reshape(item.spec.shape)
 
 
-def cut_box(item: Loaded, box: Sequence[slice]) -> Array:
+def cut_box(item: Loaded, box: Box) -> Array:
     """Copy a box (bounded, step 1) out of the loaded chunks, which must cover it."""
     spec = item.spec
     out = np.empty([s.stop - s.start for s in box], spec.element.numpy)
@@ -108,19 +103,12 @@ def cut_box(item: Loaded, box: Sequence[slice]) -> Array:
             .view(spec.element.numpy)
             .reshape([s.stop - s.start for s in chunk_box])
         )
-        common = [
+        common = tuple(
             slice(max(a.start, b.start), min(a.stop, b.stop))
             for a, b in zip(chunk_box, box, strict=True)
-        ]
-        out[_relative(common, box)] = values[_relative(common, chunk_box)]
+        )
+        out[tiles.inside(common, box)] = values[tiles.inside(common, chunk_box)]
     return out
-
-
-def _relative(box: Sequence[slice], outer: Sequence[slice]) -> tuple[slice, ...]:
-    """Return a box in coordinates of an outer box."""
-    return tuple(
-        slice(s.start - o.start, s.stop - o.start) for s, o in zip(box, outer, strict=True)
-    )
 
 
 def box_bytes(spec: LeafSpec, box: Sequence[slice]) -> int:

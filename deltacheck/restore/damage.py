@@ -155,14 +155,14 @@ def _segment_of(file: str) -> str | None:
 
 
 def newest_whole(
-    root: Root, step: int | str | None, restore: Callable[[Manifest], _T]
+    roots: Sequence[Root], step: int | str | None, restore: Callable[[Root, Manifest], _T]
 ) -> tuple[Manifest, _T]:
     """Restore a step, or the newest whole step before it.
 
     Each skipped step and the step that is restored instead are logged as warnings.
 
     Args:
-        root: The root.
+        roots: The roots of the run. If several have a step, the first is tried first.
         step: A step number or a tag; ``None``: the newest step.
         restore: Restores a step.
 
@@ -171,16 +171,6 @@ def newest_whole(
 
     Raises:
         DeltacheckError: The error of the requested step, if no earlier step restores either.
-    """
-    return newest_whole_of([root], step, lambda _, manifest: restore(manifest))
-
-
-def newest_whole_of(
-    roots: Sequence[Root], step: int | str | None, restore: Callable[[Root, Manifest], _T]
-) -> tuple[Manifest, _T]:
-    """Restore a step as ``newest_whole`` does, from a run whose steps are in several roots.
-
-    If several roots have a step, the first root is tried first.
     """
     first: DeltacheckError | None = None
     for root, manifest in _merged(roots, step):

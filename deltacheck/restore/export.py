@@ -26,6 +26,7 @@ from deltacheck.codec.base import U8
 from deltacheck.errors import Damaged, DeltacheckError, UnsupportedLeaf
 from deltacheck.leaf import limits, tree
 from deltacheck.leaf.spec import LeafSpec
+from deltacheck.restore.content import Loaded
 from deltacheck.restore.leaf_kinds import Leaf
 from deltacheck.restore.resolve import matches, no_leaf, resolve_leaves
 from deltacheck.restore.values import load_leaves
@@ -200,6 +201,26 @@ def resolve(root: Root, manifest: Manifest, keys: Mapping[str, str]) -> dict[str
     )
     leaves = resolve_leaves(root, manifest, list(keys.values()))
     return {key: leaves[owner] for key, owner in keys.items()}
+
+
+def read_all(
+    root: Root, manifest: Manifest, owners: Iterable[str], progress: Progress | None
+) -> dict[str, Loaded]:
+    """Return leaves of a step by path, for a format that cannot be streamed.
+
+    Args:
+        root: The root.
+        manifest: The step.
+        owners: The leaves.
+        progress: Called with the bytes of each leaf.
+    """
+    loaded: dict[str, Loaded] = {}
+    # One leaf at a time, so that the progress is reported while the step is read.
+    for owner, leaf in resolve(root, manifest, {owner: owner for owner in owners}).items():
+        loaded |= load_leaves({owner: leaf})
+        if progress is not None:
+            progress(leaf.spec.raw_bytes)
+    return loaded
 
 
 def shapes(manifest: Manifest, keys: Mapping[str, str]) -> dict[str, tuple[int, ...]]:

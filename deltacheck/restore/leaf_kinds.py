@@ -157,13 +157,7 @@ class Chain(Leaf):
     @property
     def delta_bytes(self) -> list[int]:
         """Return the bytes of the streams of each delta, which a restore decodes."""
-        return [
-            sum(
-                segment.part(part).stream_bytes(first, first + rows)
-                for part, first, rows in entry.delta
-            )
-            for segment, entry in self.deltas
-        ]
+        return [segment.delta_bytes(entry) for segment, entry in self.deltas]
 
     @property
     def chunk_digests(self) -> U64 | None:

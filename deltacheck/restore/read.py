@@ -11,7 +11,7 @@ import numpy as np
 
 from deltacheck.codec.base import U8
 from deltacheck.errors import Damaged
-from deltacheck.leaf import grid, limits
+from deltacheck.leaf import grid, limits, tiles
 from deltacheck.leaf.digest import chunk_digests
 from deltacheck.restore.buffers import Filling, allocate_blocks, extents_of
 from deltacheck.restore.content import byte_extents
@@ -28,14 +28,16 @@ from deltacheck.store.segment import Segment, load_tables
 _HASH_THREADS = 4
 
 
-def read_chunks(chains: Mapping[str, Chain], chunks: Mapping[str, list[int]]) -> dict[str, U8]:
+def read_chunks(
+    chains: Mapping[str, Chain], chunks: Mapping[str, list[int]] | None = None
+) -> dict[str, U8]:
     """Read, decode and verify chunks of stored leaves.
 
     The caller must have checked that the result fits into memory.
 
     Args:
         chains: The leaves, by stored path.
-        chunks: Numbers of the chunks to read of each leaf, ascending.
+        chunks: Numbers of the chunks to read of each leaf, ascending; ``None``: whole leaves.
 
     Returns:
         For each leaf the bytes of its chunks, one after the other.
@@ -104,9 +106,7 @@ def follow_links(
     Raises:
         Damaged: A chunk differs from its digest; names leaf and file.
     """
-    blocks = allocate_blocks(
-        chains, {path: list(range(chain.spec.chunk_count)) for path, chain in chains.items()}
-    )
+    blocks = allocate_blocks(chains)
     items = {item.chain.spec.path: item for block in blocks for item in block}
     links: dict[str, tuple[Segment, dict[str, LeafEntry]]] = {}
     for path, chain in chains.items():
@@ -237,7 +237,7 @@ def _boxes(item: Filling) -> Iterator[tuple[tuple[slice, ...], int, int]]:
     """Yield boxes of a leaf that hold the chunks of an item, and their bytes in its memory."""
     spec = item.chain.spec
     if item.is_whole:
-        yield tuple(slice(0, size) for size in spec.shape), 0, item.data.size
+        yield tiles.whole(spec.shape), 0, item.data.size
         return
     for chunk, (begin, end) in zip(item.chunks, byte_extents(spec, item.chunks), strict=True):
         yield grid.box(spec.shape, spec.chunk, chunk), begin, end

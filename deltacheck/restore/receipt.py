@@ -87,9 +87,7 @@ def rebuild(
         chains = resolve_chains(Root(store.path, fresh), manifest, stored_paths)
         for paths in batches(chains, lambda path: chains[path].spec.raw_bytes, _BATCH_BYTES):
             batch = {path: chains[path] for path in paths}
-            data = read.read_chunks(
-                batch, {path: list(range(chain.spec.chunk_count)) for path, chain in batch.items()}
-            )
+            data = read.read_chunks(batch)
             raw_bytes += sum(values.size for values in data.values())
     except Damaged as error:
         leaf = error.leaf or _leaf_in(fresh, manifest, error.file)

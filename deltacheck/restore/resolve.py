@@ -309,8 +309,12 @@ def matches(path: str, pattern: str) -> bool:
 
     ``*`` also matches ``/``. The empty name is the whole tree.
     """
-    is_below = not pattern or path == pattern or path.startswith(f"{pattern}/")
-    return is_below or fnmatchcase(path, pattern)
+    return is_below(path, pattern) or fnmatchcase(path, pattern)
+
+
+def is_below(path: str, place: str) -> bool:
+    """Return True if a leaf path is a place in the tree, or below it."""
+    return not place or path == place or path.startswith(f"{place}/")
 
 
 def select_paths(known_paths: Collection[str], names: Iterable[str], step: int) -> list[str]:

@@ -13,12 +13,12 @@ import msgspec
 
 from deltacheck.leaf.contracts import weakest_of
 from deltacheck.leaf.tree import Node, array_nodes, without_arrays
-from deltacheck.restore.chain import resolve_chains
+from deltacheck.restore.chain import without_unneeded
 from deltacheck.restore.resolve import matches, needed_by
 from deltacheck.store.documents import encode_manifest
 from deltacheck.store.files import arrays
-from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import sync_directory
+from deltacheck.store.files.storage import inside
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.root import Root
 
@@ -114,9 +114,7 @@ def partial_manifest(root: Root, manifest: Manifest, patterns: Sequence[str]) ->
         ),
     )
     after = msgspec.structs.replace(after, must_understand=after.features)
-    chains = resolve_chains(root, after, after.stored).values()
-    needed = {segment.id for chain in chains for segment, _ in (chain.key, *chain.deltas)}
-    return after.on([ref for ref in after.segments if ref.id in needed])
+    return without_unneeded(root, after)
 
 
 def _reduced(manifest: Manifest, wanted: set[str]) -> tuple[Node, set[str], list[str]]:

@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from deltacheck.codec import host_memory
 from deltacheck.errors import SaveFailed
 from deltacheck.restore import receipt
-from deltacheck.save import freed_memory
 from deltacheck.save.chains.base_check import SHARE, BaseCheck
 from deltacheck.save.chains.chain_state import ChainState
 from deltacheck.save.job.save_job import SaveJob
@@ -28,7 +28,7 @@ from deltacheck.save.job.save_log import FailureCount, SaveLog
 from deltacheck.save.progress import Progress, as_save_failed
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.store.files.background import Background, Task
-from deltacheck.store.files.containment import remove_tree
+from deltacheck.store.files.storage import remove_tree
 from deltacheck.store.lock.interrupts import Lock, postponed
 from deltacheck.store.manifest import Manifest, SegmentRef
 from deltacheck.store.roots.store import Store
@@ -287,8 +287,8 @@ class Pipeline:
         self.save_log.committed(job.setup.store.path, job.progress, report)
         job.progress.advance("committed", report)
         self._release(job.progress)
-        if job.segment.whole_bytes >= freed_memory.LEAST_BYTES:
-            freed_memory.return_freed_memory()
+        if job.segment.whole_bytes >= host_memory.LEAST_FREED_BYTES:
+            host_memory.return_freed()
 
     def _make_durable(self, job: SaveJob) -> tuple[SegmentRef | None, dict[str, SegmentRef]]:
         """Finish the segment of a save, and return it with all segments that the step needs."""
@@ -310,7 +310,7 @@ class Pipeline:
         if job.setup.options.verify == "commit":
             store, leaves = job.setup.store, job.leaves.items()
             digests = {path: leaf.live_digest for path, leaf in leaves if leaf.live_digest}
-            read_back = partial(receipt.rebuild, store, manifest, digests, job.segment.entries)
+            read_back = partial(receipt.rebuild, store, manifest, digests, job.writer.entries)
             job.progress.receipt = self._on_disk(job, read_back)
             job.progress.beat()
 

@@ -20,9 +20,8 @@ from deltacheck.errors import Damaged, DeltacheckError, SaveFailed, StorageFaile
 from deltacheck.store import documents, layout
 from deltacheck.store.documents import read_manifest
 from deltacheck.store.files import arrays
-from deltacheck.store.files.containment import inside, remove_tree
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.files.storage import Place, storage_of, subdirectories
+from deltacheck.store.files.storage import Place, inside, remove_tree, storage_of, subdirectories
 from deltacheck.store.roots import tags
 from deltacheck.store.roots.root import Root
 from deltacheck.store.roots.store import Store

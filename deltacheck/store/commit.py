@@ -11,10 +11,9 @@ from deltacheck.errors import RootBusy
 from deltacheck.store import layout
 from deltacheck.store.documents import Written, encode_manifest, manifest_digest, read_manifest
 from deltacheck.store.files import arrays
-from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.local_storage import list_directory
-from deltacheck.store.files.storage import Place, storage_of
+from deltacheck.store.files.storage import Place, inside, storage_of
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots import tags
 

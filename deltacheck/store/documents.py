@@ -18,7 +18,7 @@ import xxhash
 
 from deltacheck.codec.extension import native
 from deltacheck.errors import Damaged, SaveFailed, UnsupportedFormat, UnsupportedLeaf
-from deltacheck.leaf.structs import inspect_types
+from deltacheck.leaf.structs import inspect_types, unique_keys
 from deltacheck.store import compact, layout, validation
 from deltacheck.store.files import arrays
 from deltacheck.store.files.storage import Place
@@ -88,8 +88,7 @@ def from_zarr_json(content: bytes, kind: type[Document], source: str) -> Documen
     if decoded is not None:
         return decoded
     try:
-        # Readers differ in which of two equal keys they keep.
-        group = json.loads(content, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        group = json.loads(content, object_pairs_hook=unique_keys, parse_constant=_no_constant)
         body = group["attributes"][layout.ATTRIBUTE]
         checksum = body.pop("checksum")
         if not isinstance(checksum, str):
@@ -168,13 +167,6 @@ def _decoded(content: bytes, kind: type[Bound]) -> Bound | None:
             _CHECKS[kind](document)
             return document
     return None
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a JSON object has the same key twice")
-    return result
 
 
 def _no_constant(name: str) -> float:

@@ -12,8 +12,10 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 
-from deltacheck.codec.base import U32, has_law, has_ordered
+from deltacheck.codec.base import LAWS, U32
+from deltacheck.codec.base import ORDERED as ORDERED_METHODS
 from deltacheck.codec.derivation import Derived, code_shape
 from deltacheck.leaf import grid, tiles
 from deltacheck.leaf.containers import has_types
@@ -102,6 +104,10 @@ class LeafEntry(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         """Return the description of the leaf at ``path``."""
         return LeafSpec(path, self.shape, self.dtype, self.chunk)
 
+    def record(self, digest: str) -> LeafRecord:
+        """Return what a step promises of the leaf with this digest."""
+        return LeafRecord(self.dtype, self.shape, self.chunk, digest)
+
 
 # A list of two in JSON (section 2 of the format).
 class Stream(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -130,8 +136,8 @@ class Part(msgspec.Struct, frozen=True):
 
 def method_features(methods: U32) -> set[str]:
     """Return the features that the methods of some chunks need."""
-    needed = {ORDERED: has_ordered(methods), LAW: has_law(methods)}
-    return {name for name, is_used in needed.items() if is_used}
+    needed = {ORDERED: [*ORDERED_METHODS.values()], LAW: LAWS}
+    return {name for name, numbers in needed.items() if np.isin(methods, numbers).any()}
 
 
 def segment_features(leaves: Mapping[str, LeafEntry], chunks: Collection[str]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import time
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -28,10 +28,10 @@ from deltacheck.store import manifest as schema
 from deltacheck.store.files import arrays
 from deltacheck.store.files.arrays import ArraySpec, Pending, Reading, StreamWriter
 from deltacheck.store.files.chunk_files import Cells, ranges
-from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.native_files import JoinedRead, StoredArray
-from deltacheck.store.files.storage import Place, storage_of
+from deltacheck.store.files.storage import Place, inside, storage_of
+from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.manifest import KeyframeAt, LeafEntry, Part, SegmentRef, SegmentTable, Stream
 
 # Columns of a part's index, uint32: the encoder's row, preceded by what makes it readable alone.
@@ -122,6 +122,11 @@ def entropy_bits(pieces: Sequence[U8]) -> float:
     return float(-(share * np.log2(share)).sum())
 
 
+def entropy_bytes(streams: Iterable[U8]) -> float:
+    """Estimate the bytes that streams take in a file, from a sample of each."""
+    return math.fsum(stream.size * entropy_bits([stream]) / 8 for stream in streams)
+
+
 def _sample(pieces: Sequence[U8], size: int) -> Iterator[U8]:
     """Yield runs of bytes, evenly spread over the pieces.
 
@@ -161,6 +166,9 @@ class SegmentWriter:
         self.streams = streams
         self._has_natural = False
         self._features: set[str] = set()
+        self.entries: dict[str, LeafEntry] = {}
+        self._digest_tables: list[U64] = []
+        self._digest_rows = 0
 
     def put_natural(self, spec: LeafSpec, name: str, host: U8) -> Pending:
         """Write a whole leaf from ``host`` memory.
@@ -220,16 +228,43 @@ class SegmentWriter:
         self._pending.append(pending)
         return pending
 
-    def finish(self, leaves: Mapping[str, LeafEntry], digests: U64, deadline: float) -> SegmentRef:
+    def enter(
+        self,
+        spec: LeafSpec,
+        digest: str,
+        digests: U64,
+        *,
+        base: str = "",
+        key: KeyframeAt | None = None,
+        delta: tuple[tuple[int, int, int], ...] = (),
+        since: int = -1,
+    ) -> LeafEntry:
+        """Enter a leaf into the table, and return its entry.
+
+        Args:
+            spec: The leaf.
+            digest: The leaf digest.
+            digests: The digests of the chunks that this segment has of it, uint64 ``(rows, 2)``.
+            base: The leaf digest before a delta.
+            key: The place of a keyframe in an array.
+            delta: The runs of rows.
+            since: Of a merged delta, the sequence number of the oldest segment that it replaces.
+        """
+        entry = self.entries[spec.path] = LeafEntry(
+            spec.dtype, spec.shape, spec.chunk, digest, self._digest_rows, base, key, delta, since
+        )
+        self._digest_tables.append(digests)
+        self._digest_rows += digests.shape[0]
+        return entry
+
+    def finish(self, timeout_seconds: float) -> SegmentRef:
         """Wait for every write, write the groups and then the table, and sync the directories.
 
         Args:
-            leaves: Path -> entry.
-            digests: uint64 ``(rows, 2)``.
-            deadline: End of the wait on ``time.monotonic()``.
+            timeout_seconds: The longest wait for the writes.
 
         Raises:
-            SaveFailed: The deadline has passed. A failed write raises the error of TensorStore.
+            SaveFailed: They have not ended in time. A failed write raises the error of TensorStore.
         """
         # Only now are the lengths of the packed arrays known.
         packed = {storage: np.concatenate(pieces) for storage, pieces in self._packed.items()}
@@ -238,10 +273,11 @@ class SegmentWriter:
                 self.path / layout.PACKED / storage, packed_spec(storage, values.size), values
             )
         self._check_place()
+        deadline = Deadline.after(timeout_seconds)
         # The table may name only what the storage has.
         for pending in self._pending:
             try:
-                pending.result(timeout=max(0.0, deadline - time.monotonic()))
+                pending.result(timeout=deadline.left)
             except TimeoutError:
                 raise StorageTimeout(
                     f"segment {self.id}: writing took longer than the deadline; the storage may"
@@ -253,11 +289,11 @@ class SegmentWriter:
             format=layout.FORMAT,
             version=layout.VERSION,
             id=self.id,
-            leaves=dict(leaves),
-            digests=digests.astype("<u8", copy=False).tobytes(),
+            leaves=self.entries,
+            digests=np.concatenate(self._digest_tables).astype("<u8", copy=False).tobytes(),
             packed={storage: int(values.size) for storage, values in packed.items()},
             parts=tuple(self.parts),
-            must_understand=schema.segment_features(leaves, self._features),
+            must_understand=schema.segment_features(self.entries, self._features),
         )
         content = layout.group_json(documents.to_attributes(table))
         if documents.bound_table(content, "the table about to be written") != table:
@@ -296,7 +332,7 @@ class Segment:
     """A committed segment, opened for reading.
 
     Args:
-        root: The store. No link may lead from it to the segment (``containment.inside``).
+        root: The store. No link may lead from it to the segment (``storage.inside``).
         ref: The segment's reference in a checked manifest.
         table: The result of ``start_table``; ``None``: the table is read now.
 
@@ -362,6 +398,12 @@ class Segment:
                 frozenset(self.table.must_understand),
             )
         return self._parts[number]
+
+    def delta_bytes(self, entry: LeafEntry) -> int:
+        """Return the bytes of the streams of a delta, which a restore decodes."""
+        return sum(
+            self.part(part).stream_bytes(first, first + rows) for part, first, rows in entry.delta
+        )
 
     def _folder(self, *names: str) -> Place:
         """Return a directory of the segment; ``Damaged`` if the way to it leaves the root."""
@@ -663,9 +705,9 @@ def stream_size_table(index: U32) -> U64:
         if (method == number).any():
             for k in range(8):
                 fill(f"{name}{k}", (method == number) & (width > k), words)
-    if codec_format.has_law(law):
+    if (is_law := np.isin(law, codec_format.LAWS)).any():
         part = words // np.uint64(codec_format.LAW_PARTS)
-        fill("law", np.isin(law, codec_format.LAWS), np.full_like(words, codec_format.LAW_BYTES))
+        fill("law", is_law, np.full_like(words, codec_format.LAW_BYTES))
         for k in range(2):
             fill(f"plane{k}", law == codec_format.GRADIENT_LAW, part)
         for k in range(4):

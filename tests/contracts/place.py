@@ -22,7 +22,7 @@ import pytest
 
 from deltacheck.errors import ChainBroken, Damaged, RootBusy
 from deltacheck.store import layout
-from deltacheck.store.files import arrays, containment, storage
+from deltacheck.store.files import arrays, storage
 from deltacheck.store.files.arrays import ArraySpec, StreamWriter
 from deltacheck.store.files.chunk_files import ArrayFile
 from deltacheck.store.files.storage import Place, take_lease
@@ -154,13 +154,13 @@ class PlaceContract:
         # In an object store, all of these keys begin with "a". Only what is below "a/" may go.
         for names in (("a",), ("a", "b", "c"), ("a.b",), ("ab",)):
             arrays.replace_file(made(folder, "under", *names), "x", b"1")
-        containment.remove_tree(folder, folder / "under" / "a")
+        storage.remove_tree(folder, folder / "under" / "a")
         assert [directory.name for directory in storage.subdirectories(folder / "under")] == [
             "a.b",
             "ab",
         ]
         assert (folder / "under" / "ab" / "x").read_bytes() == b"1"
-        containment.remove_tree(folder, folder / "under" / "a", ignore_errors=True)
+        storage.remove_tree(folder, folder / "under" / "a", ignore_errors=True)
 
     def test_names_of_leaves_are_names_of_files(self, folder: Place) -> None:
         names = list(

@@ -12,20 +12,13 @@ import pytest
 
 from benchmarks.demo import demonstration
 from benchmarks.demo.demonstration import create_plan
+from benchmarks.demo.evaluation import way_kills
 from benchmarks.demo.layout_bytes import OTHER_LAYOUTS
 from benchmarks.demo.methods import AUTO, EXACT, LAW, METHODS, OWN_LAYOUT, TORCH_SAVE
 from benchmarks.demo.results import DemoOutcome, problems
+from benchmarks.demo.way_records import WayEvidence, WayRecovery, WaySaves
 from benchmarks.workloads import equality
-from deltacheck.evaluate.records import (
-    Ending,
-    Evidence,
-    Kill,
-    LeafCheck,
-    MeasuredSave,
-    Recovery,
-    WaySaves,
-)
-from deltacheck.evaluate.session import kills
+from deltacheck.evaluate.records import Ending, Kill, LeafCheck, MeasuredSave
 
 pytest.importorskip("torch")
 
@@ -115,8 +108,8 @@ def test_a_resumed_run_is_judged_by_its_promise(
 def test_the_kill_falls_into_a_late_checkpoint_and_is_that_of_the_seed() -> None:
     for seed in range(50):
         plan = create_plan(seed)
-        (kill,) = kills(plan)
-        assert (kill,) == kills(plan)
+        (kill,) = way_kills(plan)
+        assert (kill,) == way_kills(plan)
         assert 0.6 * plan.steps <= kill.saving_step < plan.steps
         assert kill.mid_save
         assert 0 <= kill.share < len(METHODS)
@@ -170,8 +163,8 @@ UNKILLED = Ending(1, {5: 1.0}, 1.0, {"a": "1"})
 INEXACT = LeafCheck("optimizer/state/0/exp_avg", "reused", age_steps=2)
 
 
-def _recovery(key: str) -> Recovery:
-    recovery = Recovery(Kill(1, 0, 4, True, 0.5), 4, 4, 4, 0.1, 10, way=key, ending=UNKILLED)
+def _recovery(key: str) -> WayRecovery:
+    recovery = WayRecovery(Kill(1, 0, 4, True, 0.5), 4, 4, 4, 0.1, 10, way=key, ending=UNKILLED)
     if key != "auto":
         return recovery
     ending = replace(UNKILLED, evaluation=1.05, digests={"a": "2"})
@@ -179,7 +172,7 @@ def _recovery(key: str) -> Recovery:
 
 
 PLAN = create_plan(seed=1, quick=True)
-EVIDENCE = Evidence(
+EVIDENCE = WayEvidence(
     PLAN,
     "torch",
     "torch.save + fsync",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from deltacheck.backends.numpy_leaves import describe_numpy
-from deltacheck.codec.object_loops import matching_children
+from deltacheck.codec.extension import native
 from deltacheck.leaf import tree
 from deltacheck.leaf.containers import Level
 from deltacheck.leaf.outline import Outline
@@ -42,7 +42,7 @@ def outline(
         monkeypatch.setattr("deltacheck.leaf.outline._NATIVE", set())
 
     def make(value: object) -> Outline:
-        result = Outline.of(value, flat(value).skeleton, matching_children())
+        result = Outline.of(value, flat(value).skeleton, native.matching_children)
         assert result is not None
         return result
 
@@ -153,7 +153,7 @@ def test_another_structure_does_not_match(change: Any, outline: Make) -> None:
 
 def test_a_state_with_other_containers_has_no_outline() -> None:
     value = {"a": deque([1])}
-    assert Outline.of(value, flat(value).skeleton, matching_children()) is None
+    assert Outline.of(value, flat(value).skeleton, native.matching_children) is None
 
 
 class Pair:
@@ -176,7 +176,7 @@ def test_containers_of_a_backend_are_expanded_and_compared() -> None:
 
     value = make()
     flat_value = tree.flatten(value, describe_numpy, expand)
-    outline = Outline.of(value, flat_value.skeleton, matching_children(), expand)
+    outline = Outline.of(value, flat_value.skeleton, native.matching_children, expand)
     assert outline is not None
     changed = make(2.0)
     result = outline.match(changed)

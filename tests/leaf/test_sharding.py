@@ -35,7 +35,7 @@ def planned(
 
 def boxes_of(one: Planned) -> list[Box]:
     return (
-        [sharding.whole(one.shape)]
+        [tiles.whole(one.shape)]
         if one.cuts is None
         else [tiles.box(one.cuts, n) for n in range(tiles.count(one.cuts))]
     )
@@ -131,7 +131,7 @@ def test_replicated_leaves_are_spread_evenly(seed: int) -> None:
     shapes = {f"w{n}": (rng.randrange(1, 4000), rng.choice((64, 1024, 8192))) for n in range(40)}
     held = [
         {
-            path: HeldShards("float32", shape, (sharding.whole(shape),))
+            path: HeldShards("float32", shape, (tiles.whole(shape),))
             for path, shape in shapes.items()
         }
     ] * size
@@ -146,10 +146,8 @@ def test_replicated_leaves_are_spread_evenly(seed: int) -> None:
 
 def test_what_a_rank_must_write_alone_counts_before_what_it_shares() -> None:
     big = (8 * MIB // 4,)
-    mine = {"own": HeldShards("float32", big, (sharding.whole(big),))}
-    both = {
-        f"shared{n}": HeldShards("float32", (MIB,), (sharding.whole((MIB,)),)) for n in range(2)
-    }
+    mine = {"own": HeldShards("float32", big, (tiles.whole(big),))}
+    both = {f"shared{n}": HeldShards("float32", (MIB,), (tiles.whole((MIB,)),)) for n in range(2)}
     plan = planned([mine | both, both])
     assert [plan[f"shared{n}"].owners.tolist() for n in range(2)] == [[1], [1]]
 
@@ -157,8 +155,8 @@ def test_what_a_rank_must_write_alone_counts_before_what_it_shares() -> None:
 def test_a_small_leaf_that_all_hold_stays_whole_and_a_large_one_is_shared() -> None:
     held = [
         {
-            "s": HeldShards("float32", (100, 100), (sharding.whole((100, 100)),)),
-            "l": HeldShards("uint8", (64, MIB), (sharding.whole((64, MIB)),)),
+            "s": HeldShards("float32", (100, 100), (tiles.whole((100, 100)),)),
+            "l": HeldShards("uint8", (64, MIB), (tiles.whole((64, MIB)),)),
         }
     ] * 4
     plan = planned(held)
@@ -205,7 +203,7 @@ def test_old_cuts_of_another_shape_mean_nothing() -> None:
 
 
 def test_a_writer_stays_while_it_holds_its_tile() -> None:
-    held = [{f"w{n}": HeldShards("float32", (64,), (sharding.whole((64,)),)) for n in range(6)}] * 3
+    held = [{f"w{n}": HeldShards("float32", (64,), (tiles.whole((64,)),)) for n in range(6)}] * 3
     before = {f"w{n}": Before(None, np.array([2])) for n in range(6)}
     assert {int(one.owners[0]) for one in planned(held, before).values()} == {2}
     gone = planned(held[:2], before)
@@ -217,7 +215,7 @@ def test_an_empty_shard_and_an_empty_leaf_are_somebodys() -> None:
     assert planned(held)["w"].owners.tolist() == [1, 3]
     none = [
         {
-            "e": HeldShards("float32", (0, 4), (sharding.whole((0, 4)),)),
+            "e": HeldShards("float32", (0, 4), (tiles.whole((0, 4)),)),
             "s": HeldShards("float32", (), ((),)),
         }
     ] * 2

@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from deltacheck.backends.torch import Engine
-from deltacheck.save import freed_memory
+from deltacheck.codec import host_memory
 
 
 def test_memory_returns_to_the_system_after_saves_of_large_whole_leaves_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[None] = []
-    original = freed_memory.return_freed_memory
+    original = host_memory.return_freed
 
     def counted() -> None:
         calls.append(None)
         original()
 
-    monkeypatch.setattr(freed_memory, "return_freed_memory", counted)
-    state = {"w": torch.zeros(freed_memory.LEAST_BYTES // 4)}
+    monkeypatch.setattr(host_memory, "return_freed", counted)
+    state = {"w": torch.zeros(host_memory.LEAST_FREED_BYTES // 4)}
     with Engine(tmp_path) as engine:
         for step in range(3):
             state["w"][step] = 1

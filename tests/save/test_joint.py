@@ -389,7 +389,7 @@ def test_ranks_whose_trees_disagree_are_told_where(tmp_path: Path) -> None:
 
 
 def test_a_report_of_another_step_or_length_is_refused() -> None:
-    held = {"w": sharding.HeldShards("float32", (4,), (sharding.whole((4,)),))}
+    held = {"w": sharding.HeldShards("float32", (4,), (tiles.whole((4,)),))}
     plan = sharding.plan([sharding.Holdings.of(held)] * 2)
     manifest = msgspec.convert(_body(), type=deltacheck.store.manifest.Manifest)
     good = [joint.Report(1, (), "0" * 32), joint.Report(1, (), "")]

@@ -26,7 +26,6 @@ from deltacheck.codec.base import METHOD_NAMES
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.restore.resolve import resolve_leaves, stored_chains
 from deltacheck.save.chains import merged_deltas
-from deltacheck.save.chains.whole_leaves import RewrittenLeaves
 from deltacheck.store import collect, documents, layout
 from deltacheck.store import segment as columns
 from deltacheck.store.manifest import SegmentTable
@@ -264,7 +263,7 @@ def test_a_merge_that_is_not_proven_is_not_used(
         fake = type("Wrong", (), {"encode": staticmethod(wrong), "apply": codec.apply})
         monkeypatch.setattr(f"{merged_deltas.__name__}.default_codec", lambda: fake)
     else:
-        monkeypatch.setattr(RewrittenLeaves, "finish", full)
+        monkeypatch.setattr(merged_deltas, "_enter", full)
     live, states, reports = state(), {}, []
     with Engine(tmp_path, policy=Policy.exact(max_chain_depth=4)) as engine:
         for step in range(8):

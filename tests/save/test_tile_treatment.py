@@ -241,11 +241,11 @@ def test_an_event_that_one_rank_sees_is_an_event_of_all(
 
 
 def whole_master(path: str, shape: Sequence[int], rank: int, size: int) -> list[Any]:
-    return [sharding.whole(shape)] if path == MASTER else rows(path, shape, rank, size)
+    return [tiles.whole(shape)] if path == MASTER else rows(path, shape, rank, size)
 
 
 def whole_everywhere(path: str, shape: Sequence[int], rank: int, size: int) -> list[Any]:
-    return [sharding.whole(shape)]
+    return [tiles.whole(shape)]
 
 
 def test_a_master_that_is_not_cut_like_its_weight_is_exact(tmp_path: Path) -> None:

@@ -47,12 +47,12 @@ def rows(path: str, shape: Sequence[int], rank: int, size: int) -> list[Box]:
     The last parts are smaller or empty. All ranks hold leaves of one axis whole.
     """
     if len(shape) < 2:
-        return [sharding.whole(shape)]
+        return [tiles.whole(shape)]
     part = -(-shape[0] // size)
     return [
         (
             slice(min(rank * part, shape[0]), min((rank + 1) * part, shape[0])),
-            *sharding.whole(shape[1:]),
+            *tiles.whole(shape[1:]),
         )
     ]
 
@@ -60,16 +60,16 @@ def rows(path: str, shape: Sequence[int], rank: int, size: int) -> list[Box]:
 def cells(path: str, shape: Sequence[int], rank: int, size: int) -> list[Box]:
     """Cut leaves along two axes: two parts along the last axis, the others along the first."""
     if len(shape) < 2:
-        return [sharding.whole(shape)]
+        return [tiles.whole(shape)]
     (first,) = rows(path, (shape[0], shape[1]), rank // 2, size // 2)
     half = shape[-1] // 2
     last = slice(0, half) if rank % 2 == 0 else slice(half, shape[-1])
-    return [(first[0], *sharding.whole(shape[1:-1]), last)]
+    return [(first[0], *tiles.whole(shape[1:-1]), last)]
 
 
 def stages(path: str, shape: Sequence[int], rank: int, size: int) -> list[Box]:
     """Place each leaf whole on one rank."""
-    return [sharding.whole(shape)] if sum(path.encode()) % size == rank else []
+    return [tiles.whole(shape)] if sum(path.encode()) % size == rank else []
 
 
 def at_once(size: int, action: Callable[[int], Any]) -> list[Any]:
@@ -252,7 +252,7 @@ def parts_of(flat: tree.Flat, of_rank: RankTiles) -> Iterator[tuple[LeafSpec, An
     for path, (cuts, numbers) in of_rank.items():
         array, leaf = np.asarray(flat.arrays[path]), flat.leaves[path]
         boxes = (
-            [sharding.whole(leaf.shape)]
+            [tiles.whole(leaf.shape)]
             if cuts is None
             else [tiles.box(cuts, number) for number in numbers]
         )

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import msgspec
 
 from deltacheck.errors import Damaged, UnsupportedLeaf
+from deltacheck.leaf.structs import json_as, unique_keys
 from deltacheck.restore.export import SAFETENSORS_HEADER_BYTES
 from deltacheck.store.files.local_storage import opened_file
 
@@ -208,12 +209,9 @@ def entries_of(header: bytes) -> dict[str, Entry]:
     Raises:
         ValueError: It is no such header.
     """
-    try:
-        fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        fields.pop("__metadata__", None)
-        return {name: msgspec.json.decode(text, type=Entry) for name, text in fields.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(str(error)) from error
+    fields = json_as(dict[str, msgspec.Raw], header)
+    fields.pop("__metadata__", None)
+    return {name: json_as(Entry, text) for name, text in fields.items()}
 
 
 def _is_there(path: Path, name: str) -> bool:
@@ -229,7 +227,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         if index.stat().st_size > _MAX_INDEX_BYTES:
             raise ValueError(f"it has more than {_MAX_INDEX_BYTES:,} bytes")
-        document = json.loads(index.read_bytes(), object_pairs_hook=_unique)
+        document = json.loads(index.read_bytes(), object_pairs_hook=unique_keys)
         weight_map: Any = document["weight_map"]
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError("its weight_map is no object, or empty")
@@ -238,13 +236,6 @@ def _weight_map(index: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"{index} is no index of shards: {error}", file=index) from error
     return weight_map
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        raise ValueError("it has a key twice")
-    return fields
 
 
 def _listed(names: list[str]) -> str:

@@ -38,9 +38,8 @@ from deltacheck.backends.orbax.state.targets import WantedPart
 from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed
 from deltacheck.leaf.external_errors import typed
 from deltacheck.policy import Policy
-from deltacheck.save.job.step_numbers import metric_numbers
 from deltacheck.save.ranks.joint import Joint
-from deltacheck.save.save_options import SaveOptions, Settings, require_defaults
+from deltacheck.save.save_options import SaveOptions, Settings, metric_numbers, require_defaults
 from deltacheck.store import layout
 from deltacheck.store.documents import read_manifest
 from deltacheck.store.files import storage

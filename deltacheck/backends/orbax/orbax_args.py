@@ -21,8 +21,8 @@ from deltacheck.backends.orbax.state.metadata import (
     as_target,
     jax_sharding,
 )
-from deltacheck.backends.orbax.state.targets import is_below
 from deltacheck.errors import TreeMismatch
+from deltacheck.restore.resolve import is_below
 
 SAVE_ARGS = (ocp.args.PyTreeSave, ocp.args.StandardSave)
 RESTORE_ARGS = (ocp.args.PyTreeRestore, ocp.args.StandardRestore)

@@ -21,24 +21,29 @@ from deltacheck.backends.torch.group.base_model import BaseModel, begin_from
 from deltacheck.backends.torch.group.engine_session import OpenSession, Session
 from deltacheck.backends.torch.group.restores import RestoreRequest
 from deltacheck.backends.torch.state.repeated import KnownFlat
-from deltacheck.errors import DeltacheckError
+from deltacheck.errors import DeltacheckError, StepNotFound
 from deltacheck.leaf import tree
 from deltacheck.leaf.external_errors import is_external, typed
 from deltacheck.leaf.spec import SaveReport
 from deltacheck.maintain.memory_tier import MemoryTier
 from deltacheck.policy import Keep, Policy
-from deltacheck.restore.fill import StepReader
+from deltacheck.restore.values import StepReader
 from deltacheck.save import exits
 from deltacheck.save.exits import StopSignals
 from deltacheck.save.handle import SaveHandle, progress_of, skipped
-from deltacheck.save.job.step_numbers import metric_numbers, step_number, step_or_tag
-from deltacheck.save.save_options import SaveOptions, Settings
+from deltacheck.save.save_options import (
+    SaveOptions,
+    Settings,
+    metric_numbers,
+    step_number,
+    step_or_tag,
+)
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.files.storage import Place
 from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.lock.interrupts import Turn
-from deltacheck.store.roots import tags
+from deltacheck.store.roots import tagging, tags
 
 log = logging.getLogger("deltacheck")
 
@@ -361,7 +366,7 @@ class Engine:
         Returns:
             The training steps.
         """
-        return self._session.steps()
+        return self._session.roots.steps()
 
     def latest_step(self) -> int | None:
         """Return the step that ``restore()`` restores: the newest save.
@@ -374,7 +379,10 @@ class Engine:
         Raises:
             Damaged: A manifest that cannot be read may be that of the newest step.
         """
-        return self._session.latest_step()
+        try:
+            return self._session.roots.find(None)[1].step
+        except StepNotFound:
+            return None
 
     def tag(self, step: int | str | None, name: str, *, move: bool = False) -> None:
         """Name a committed step, which then stays until the tag is removed.
@@ -392,7 +400,8 @@ class Engine:
             StepNotFound: There is no such step.
             RootBusy: Another step has the tag.
         """
-        self._session.tag(step_or_tag(step), name, move=move)
+        step = step_or_tag(step)
+        self._session.run_once(lambda: self._session.roots.tag(step, name, move=move))
 
     def untag(self, name: str) -> None:
         """Remove a tag.
@@ -403,7 +412,7 @@ class Engine:
         Raises:
             StepNotFound: There is no such tag.
         """
-        self._session.untag(name)
+        self._session.run_once(lambda: tagging.remove(self._root, name))
 
     def tags(self) -> dict[str, int]:
         """Return the tags and their training steps.
@@ -424,7 +433,8 @@ class Engine:
             StepTagged: The step has a tag.
         """
         self._open.await_arrival()
-        self._session.delete(step_number(step))
+        step = step_number(step)
+        self._session.run_once(lambda: self._session.roots.delete(step))
 
     def restore(
         self,

@@ -266,7 +266,7 @@ class DeltaCheckIO:
         ``wait``: also of those under way. Whether one fails is found later.
         """
         for task in self._under_way if wait else ():
-            task.work.exception()
+            task.work.wait()
         numbers = self._save_numbers.take()
         for logger in trainer.loggers if numbers else ():
             logger.log_metrics(numbers, step=trainer.global_step)
@@ -312,7 +312,8 @@ class DeltaCheckIO:
         # signal handler saves in between.
         while self._under_way and (wait or self._under_way[0].work.done()):
             task = self._under_way.popleft()
-            errors.append(task.work.exception())
+            task.work.wait()
+            errors.append(task.work.error)
         for error in filter(None, errors):
             raise error
 

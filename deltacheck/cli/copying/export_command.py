@@ -120,7 +120,7 @@ def export(  # noqa: PLR0913 - one argument per option
     root, manifest = open_step(words, item)
     if form is Format.HF:
         model = _Model(out or Path(f"step-{manifest.step}"), files, strip)
-        _export_model(root, manifest, model, leaves or [], as_json)
+        _export_model(root, manifest, model, leaves or [])
         return
     # Of patterns, whatever the step has is written.
     names = None if leaves is None else [name for name in leaves if not set(name) & set("*?[")]
@@ -148,7 +148,7 @@ def export(  # noqa: PLR0913 - one argument per option
         "file_bytes": file_bytes,
         "weights_only": weights_only,
     }
-    _print_exported(root, manifest, document, output.size(file_bytes), as_json)
+    _print_exported(root, manifest, document, output.size(file_bytes))
     if weights_only is False and not as_json:
         output.print_line(
             "the file holds NumPy arrays, deques or other types that torch.load makes only"
@@ -181,9 +181,7 @@ class _Model(NamedTuple):
     strip: str
 
 
-def _export_model(
-    root: Root, manifest: Manifest, model: _Model, leaves: list[str], as_json: bool
-) -> None:
+def _export_model(root: Root, manifest: Manifest, model: _Model, leaves: list[str]) -> None:
     """Write a folder that ``from_pretrained`` loads, and print the result."""
     from deltacheck.backends.hugging_face import model_export
 
@@ -219,21 +217,17 @@ def _export_model(
         f"{output.size(written.file_bytes)}, {output.count(len(written.shards), 'shard')},"
         f" {output.count(len(written.files), 'other file')}"
     )
-    _print_exported(root, manifest, document, content, as_json)
+    _print_exported(root, manifest, document, content)
 
 
-def _print_exported(
-    root: Root, manifest: Manifest, document: output.Row, content: str, as_json: bool
-) -> None:
+def _print_exported(root: Root, manifest: Manifest, document: output.Row, content: str) -> None:
     """Print the document of ``export``, or one line with what was written."""
     step = {"root": str(root.path), "step": manifest.step, "seq": manifest.seq}
-    if as_json:
-        output.print_json(step | document)
-    else:
-        output.print_line(
-            f"step {manifest.step}: {document['leaves']} leaves written to {document['file']}"
-            f" ({content})"
-        )
+    output.print_result(
+        step | document,
+        f"step {manifest.step}: {document['leaves']} leaves written to {document['file']}"
+        f" ({content})",
+    )
 
 
 def _refuse_inside(root: Root, path: Path) -> None:

@@ -65,15 +65,13 @@ def branch(
     except NotACheckpointRoot as error:
         # The new root cannot lie there.
         raise typer.BadParameter(str(error)) from error
-    if as_json:
-        output.print_json({"root": to, **asdict(result)})
-        return
     shared = (
         f"{output.size(result.linked_bytes)} shared" if result.linked_bytes else "nothing shared"
     )
     copied = f", {output.size(result.copied_bytes)} copied" if result.copied_bytes else ""
-    output.print_line(
-        f"{to} begins with step {result.step}: {result.segments} segments, {shared}{copied}"
+    output.print_result(
+        {"root": to, **asdict(result)},
+        f"{to} begins with step {result.step}: {result.segments} segments, {shared}{copied}",
     )
 
 
@@ -106,10 +104,9 @@ def mirror(
     # A timeout of zero polls once.
     with Mirror(source, target) as copy:
         count = copy.run(timeout=0 if once else None)
-    if as_json:
-        output.print_json({"source": source, "target": target, "copied": count})
-    else:
-        output.print_line(f"{target}: {count} steps copied")
+    output.print_result(
+        {"source": source, "target": target, "copied": count}, f"{target}: {count} steps copied"
+    )
 
 
 # The options of ``publish``.
@@ -238,7 +235,7 @@ def publish(  # noqa: PLR0913 - one argument per option
             newest_only=newest_only,
             on_version=report,
         )
-    if as_json:
-        output.print_json({"run": run, "to": to, "versions": [asdict(v) for v in versions]})
-    elif not versions:
-        output.print_line(f"{to}: nothing new to publish")
+    output.print_result(
+        {"run": run, "to": to, "versions": [asdict(v) for v in versions]},
+        *([] if versions else [f"{to}: nothing new to publish"]),
+    )

@@ -184,14 +184,7 @@ def document(
             return None
         return {name: value for name, value in ending.items() if name != "digests"}
 
-    def row(recovery: Row) -> Row:
-        del recovery["way"]
-        return recovery | {"ending": without_digests(recovery["ending"])}
-
     content = asdict(evidence)
-    # The same for each run of this command, and no part of its document.
-    for name in ("save_last", "ways", "savers"):
-        del content["plan"][name]
     verdict = asdict(judgement)
     seeds = {
         "killed_seeds": evidence.plan.killed_seeds(),
@@ -211,7 +204,10 @@ def document(
         "latency": verdict["latency"],
         "saves": content["saves"],
         "recovery": verdict["correctness"],
-        "recoveries": [row(recovery) for recovery in content["recoveries"]],
+        "recoveries": [
+            recovery | {"ending": without_digests(recovery["ending"])}
+            for recovery in content["recoveries"]
+        ],
         "contracts": content["contracts"],
         "quality": verdict["quality"],
         "unkilled": [without_digests(ending) for ending in content["unkilled"]],

@@ -14,7 +14,7 @@ import typer
 
 from deltacheck.backends.launched.launch_options import STARTUP, LaunchOptions, say
 from deltacheck.cli import output
-from deltacheck.cli.arguments import Json
+from deltacheck.cli.arguments import Json, as_misuse
 from deltacheck.cli.launch import command_probe
 from deltacheck.cli.launch.attempts import run_attempts, signals_held
 from deltacheck.cli.launch.command_probe import CALLS, PACKAGES, PythonFacts
@@ -150,10 +150,8 @@ def _checked_root(root: str, speaks: bool) -> Place:
     from deltacheck.store.files import storage
     from deltacheck.store.roots import opening
 
-    try:
+    with as_misuse():
         path = storage.of(root).absolute()
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     is_root = opening.is_root_or_fresh(path)
     if isinstance(path, Path):
         _check_writable(path)

@@ -36,11 +36,11 @@ def view(
             f"{LOOPBACK}:{port}",
         ) from error
     with server:
-        if as_json:
-            output.print_json({"root": queries.path, "url": server.url})
-        else:
-            output.print_line(f"{queries.path} is shown at {server.url}")
-            output.print_line("Ctrl-C ends the server.")
+        output.print_result(
+            {"root": queries.path, "url": server.url},
+            f"{queries.path} is shown at {server.url}",
+            "Ctrl-C ends the server.",
+        )
         # Whoever waits for the address reads a pipe.
         sys.stdout.flush()
         server.serve_forever()

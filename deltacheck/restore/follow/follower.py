@@ -21,7 +21,7 @@ from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.limits import Limits, applied, check_bytes
 from deltacheck.leaf.spec import LeafSpec, batches
 from deltacheck.restore import read
-from deltacheck.restore.chain import KnownContent, resolve_chains
+from deltacheck.restore.chain import KnownContent, known_content, resolve_chains
 from deltacheck.restore.follow.new_steps import NewSteps, polled
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
@@ -288,10 +288,7 @@ class Follower:
         leaves = resolve_leaves(self._root, manifest, paths, held=self._stored)
         chain_data: dict[str, NDArray[np.uint8]] = {}
         loaded = load_leaves(leaves, stored=chain_data)
-        self._stored |= {
-            path: KnownContent(data, manifest.stored[path].digest)
-            for path, data in chain_data.items()
-        }
+        self._stored |= known_content(manifest, chain_data)
         changes: dict[str, LeafChange] = {}
         for path, (spec, _, data) in loaded.items():
             before = (
@@ -320,12 +317,8 @@ class Follower:
         # Taken before `self._stored` refers to the new content.
         before = {name: self._stored[name].data for name in fresh if name in self._stored}
         chains = resolve_chains(self._root, manifest, fresh, held=self._stored)
-        loaded = read.read_chunks(
-            chains, {name: list(range(chain.spec.chunk_count)) for name, chain in chains.items()}
-        )
-        self._stored |= {
-            name: KnownContent(data, manifest.stored[name].digest) for name, data in loaded.items()
-        }
+        loaded = read.read_chunks(chains)
+        self._stored |= known_content(manifest, loaded)
         changes: dict[str, LeafChange] = {}
         for path in paths:
             spec, tiling, copy = manifest.spec(path), manifest.tiling(path), self._leaves.get(path)

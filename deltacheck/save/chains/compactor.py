@@ -24,7 +24,7 @@ from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.save.chains.merged_deltas import Merged, Run, chains_before, write_merged
 from deltacheck.save.job.leaf_state import LeafState
 from deltacheck.store.files.background import lower_priority
-from deltacheck.store.files.containment import remove_tree
+from deltacheck.store.files.storage import remove_tree
 from deltacheck.store.lock.interrupts import Lock, join
 from deltacheck.store.manifest import Manifest, SegmentRef
 from deltacheck.store.roots.root import Root

@@ -15,7 +15,7 @@ from deltacheck.codec.base import U8, U32
 from deltacheck.errors import SaveFailed
 from deltacheck.leaf.spec import batches
 from deltacheck.restore.leaf_kinds import Chain
-from deltacheck.save.chains.whole_leaves import IO_TIMEOUT_SECONDS, RewrittenLeaves
+from deltacheck.save.chains.whole_leaves import IO_TIMEOUT_SECONDS, put_chains
 from deltacheck.save.job.leaf_state import await_write
 from deltacheck.store import segment as columns
 from deltacheck.store.manifest import LeafEntry, SegmentRef
@@ -46,13 +46,6 @@ class _Rows(NamedTuple):
     size: int
 
 
-def delta_bytes(segment: Segment, entry: LeafEntry) -> int:
-    """Return the bytes of the streams of a delta, before their compression."""
-    return sum(
-        segment.part(part).stream_bytes(first, first + count) for part, first, count in entry.delta
-    )
-
-
 def write_kept(
     store: Store,
     segment: Segment,
@@ -74,8 +67,7 @@ def write_kept(
         SaveFailed: The copy differs from the original, or the storage hangs.
     """
     writer = store.writer(seq)
-    rewritten = RewrittenLeaves(writer, [chain.spec for chain in keyframes.values()])
-    rewritten.add_chains(keyframes)
+    put_chains(writer, keyframes)
     runs = [
         _Rows(number, path, part, first, first + count, size)
         for number, (path, entry) in enumerate(sorted(entries.items()))
@@ -94,15 +86,15 @@ def write_kept(
             await_write(write, IO_TIMEOUT_SECONDS)
     for path, entry in sorted(entries.items()):
         count = sum(rows for _, _, rows in entry.delta)
-        rewritten.add_delta(
+        writer.enter(
             entry.spec(path),
-            entry.base,
             entry.digest,
             segment.digests[entry.digests : entry.digests + count],
-            tuple(places[path]),
-            entry.since,
+            base=entry.base,
+            delta=tuple(places[path]),
+            since=entry.since,
         )
-    ref = rewritten.finish()
+    ref = writer.finish(IO_TIMEOUT_SECONDS)
     _compare(store.segment(ref), segment, parts)
     return ref
 

@@ -7,12 +7,10 @@ before any chain may refer to it. No existing file is changed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from deltacheck.codec import default_codec, host_memory
@@ -21,17 +19,16 @@ from deltacheck.errors import Damaged, SaveFailed
 from deltacheck.leaf.digest import leaf_digest
 from deltacheck.leaf.spec import batches
 from deltacheck.restore import read
-from deltacheck.restore.chain import resolve_chains
+from deltacheck.restore.chain import chains_at
 from deltacheck.restore.leaf_kinds import Chain
-from deltacheck.save.chains.whole_leaves import RewrittenLeaves
 from deltacheck.save.job.leaf_state import LeafSave, LeafState
 from deltacheck.save.job.part_writer import EncodedChunks, PartWriter, Span
 from deltacheck.save.progress import Progress
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
-from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest, SegmentRef
+from deltacheck.store.manifest import LeafEntry, Manifest, SegmentRef
 from deltacheck.store.roots.root import Root
-from deltacheck.store.segment import Segment, SegmentWriter, entropy_bits
+from deltacheck.store.segment import Segment, SegmentWriter, entropy_bytes
 
 # Bytes of leaves that are read together. Three copies of them are in memory.
 WINDOW_BYTES = 8 << 20
@@ -109,12 +106,8 @@ def chains_before(
     for seq, paths in paths_by_seq.items():
         earlier = [ref for ref in manifest.segments if layout.seq_of(ref.id) < seq]
         entries = {path: chains[path].deltas[kept_deltas[path]][1] for path in paths}
-        records = {
-            path: LeafRecord(entry.dtype, entry.shape, entry.chunk, entry.base)
-            for path, entry in entries.items()
-        }
-        truncated = msgspec.structs.replace(manifest.on(earlier), leaves=records, tiles={})
-        before |= resolve_chains(root, truncated, paths)
+        records = {path: entry.record(entry.base) for path, entry in entries.items()}
+        before |= chains_at(root, manifest, earlier, records)
     return before
 
 
@@ -177,16 +170,16 @@ def write_merged(
         # The next batch is read before these names get its content.
         del before, after
     parts.seal()
-    segment = RewrittenLeaves(writer, (), io_timeout_seconds)
     decoded_bytes: dict[str, int] = {}
     for path, leaf in leaves.items():
         # A leaf that has its earlier content again has no row, and so no entry can replace its
         # deltas.
         if leaf.runs:
-            _enter(segment, runs[path], leaf)
+            _enter(writer, runs[path], leaf)
             decoded_bytes[path] = leaf.encoded_bytes
     unmerged = frozenset(paths) - decoded_bytes.keys()
-    return Merged(segment.finish() if decoded_bytes else None, decoded_bytes, unmerged)
+    ref = writer.finish(io_timeout_seconds) if decoded_bytes else None
+    return Merged(ref, decoded_bytes, unmerged)
 
 
 def _add(
@@ -268,22 +261,17 @@ def _is_worth(run: Run, window: _Window, encoded: Encoded, after: U8, bounds: U6
     sample = int(bounds[count]) * spec.word_bytes
     whole, _ = default_codec().encode(after[:sample], None, bounds[: count + 1], spec.word_bytes)
     changed = int(_bounds(run, run.chunks())[-1]) * spec.word_bytes
-    merged = _entropy_bytes(encoded) * changed / window.size
+    merged = entropy_bytes(encoded.streams.values()) * changed / window.size
     decoded = sum(stream.size for stream in encoded.streams.values()) * changed / window.size
     run_bytes = run.after.delta_bytes[run.first :]
     # The streams of the deltas are taken to be as compressible as those of the merged one.
     delta = sum(run_bytes) / len(run_bytes) * (merged / decoded if decoded else 1.0)
-    return run.is_worth(merged, _entropy_bytes(whole) * spec.raw_bytes / sample, delta)
-
-
-def _entropy_bytes(encoded: Encoded) -> float:
-    """Estimate the bytes of streams in a file."""
-    return math.fsum(
-        stream.size * entropy_bits([stream]) / 8 for stream in encoded.streams.values()
+    return run.is_worth(
+        merged, entropy_bytes(whole.streams.values()) * spec.raw_bytes / sample, delta
     )
 
 
-def _enter(segment: RewrittenLeaves, run: Run, leaf: LeafSave) -> None:
+def _enter(writer: SegmentWriter, run: Run, leaf: LeafSave) -> None:
     """Add the entry of a merged delta.
 
     Raises:
@@ -298,13 +286,13 @@ def _enter(segment: RewrittenLeaves, run: Run, leaf: LeafSave) -> None:
             f"leaf {run.after.spec.path!r}: the deltas to merge change chunks without a row",
             leaf=run.after.spec.path,
         )
-    segment.add_delta(
+    writer.enter(
         run.after.spec,
-        leaf_digest(run.before.digests),
         leaf_digest(digests),
         digests[chunks],
-        tuple((rows.part, rows.first_row, rows.chunks.size) for rows in leaf.runs),
-        replaced_since(run.after.deltas[run.first]),
+        base=leaf_digest(run.before.digests),
+        delta=tuple((rows.part, rows.first_row, rows.chunks.size) for rows in leaf.runs),
+        since=replaced_since(run.after.deltas[run.first]),
     )
 
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from deltacheck.codec import default_codec
-from deltacheck.codec.base import U8, Encoded
+from deltacheck.codec.base import U8
+from deltacheck.store.segment import entropy_bytes
 
 # The sample: pieces of the leaf at equal distances. More: a better estimate; fewer: less time.
 _PIECES = 4
@@ -41,17 +42,9 @@ def sampled_sizes(current: U8, base: U8, word_bytes: int) -> SampledSizes:
         first = begin // word_bytes * word_bytes
         piece = current[first : first + _PIECE_BYTES].copy()
         before = base[first : first + _PIECE_BYTES].copy()
-        whole += _entropy_bytes(codec.encode(piece, None, bounds, word_bytes)[0])
-        delta += _entropy_bytes(codec.encode(piece, before, bounds, word_bytes)[0])
+        encoded, encoded_delta = (
+            codec.encode(piece, earlier, bounds, word_bytes)[0] for earlier in (None, before)
+        )
+        whole += entropy_bytes(encoded.streams.values())
+        delta += entropy_bytes(encoded_delta.streams.values())
     return SampledSizes(whole, delta)
-
-
-def _entropy_bytes(encoded: Encoded) -> float:
-    """Return the bytes of all streams if each byte takes its order-0 entropy."""
-    total = 0.0
-    for stream in encoded.streams.values():
-        counts = np.bincount(stream.reshape(-1).view(np.uint8), minlength=1)
-        counts = counts[counts > 0]
-        if counts.size:
-            total -= float((counts * np.log2(counts / counts.sum())).sum()) / 8
-    return total

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from operator import attrgetter
@@ -16,7 +15,7 @@ from deltacheck.save.job.setup import Setup
 from deltacheck.save.progress import Progress
 from deltacheck.store import layout
 from deltacheck.store.files.arrays import Pending
-from deltacheck.store.manifest import KeyframeAt, LeafEntry, LeafRecord, SegmentRef
+from deltacheck.store.manifest import KeyframeAt, LeafRecord, SegmentRef
 from deltacheck.store.segment import SegmentWriter, is_packed
 
 # Keyframes that TensorStore holds encoded at a time take a quarter of the host cache, but not less
@@ -38,7 +37,6 @@ class SegmentBuilder:
         cache_bytes: Most encoded bytes in memory.
 
     Attributes:
-        entries: The entries of the table, by path.
         segments: The segments that the step needs.
         records: Every stored leaf, changed or not, by path.
         whole_bytes: Bytes of the leaves that were written whole as arrays.
@@ -47,7 +45,6 @@ class SegmentBuilder:
     def __init__(
         self, setup: Setup, writer: SegmentWriter, progress: Progress, cache_bytes: int
     ) -> None:
-        self.entries: dict[str, LeafEntry] = {}
         self.segments: set[str] = set()
         self.records: dict[str, LeafRecord] = {}
         self.whole_bytes = 0
@@ -56,8 +53,6 @@ class SegmentBuilder:
         self._progress = progress
         share = min(KEYFRAME_WINDOW_BYTES, max(LEAST_KEYFRAME_WINDOW_BYTES, cache_bytes // 4))
         self._window_bytes = min(share, cache_bytes)
-        self._digest_tables: list[U64] = []
-        self._digest_rows = 0
 
     def put_keyframes(self, keyframes: Iterable[LeafSave]) -> None:
         """Write whole leaves from their bases.
@@ -158,10 +153,9 @@ class SegmentBuilder:
         Raises:
             SaveFailed: The storage did not finish within ``io_timeout_seconds``.
         """
-        if not self.entries:
+        if not self._writer.entries:
             return None
-        deadline = time.monotonic() + self._setup.options.io_timeout_seconds
-        return self._writer.finish(self.entries, np.concatenate(self._digest_tables), deadline)
+        return self._writer.finish(self._setup.options.io_timeout_seconds)
 
     def _enter(
         self,
@@ -176,16 +170,6 @@ class SegmentBuilder:
         # are an encoded keyframe (docs/reference/format.md, section 2).
         base_digest = state.digest if key is None else ""
         state.digest = leaf_digest(state.digests)
-        spec = state.spec
-        leaf.entry = self.entries[spec.path] = LeafEntry(
-            spec.dtype,
-            spec.shape,
-            spec.chunk,
-            state.digest,
-            self._digest_rows,
-            base_digest,
-            key,
-            delta,
+        leaf.entry = self._writer.enter(
+            state.spec, state.digest, digests, base=base_digest, key=key, delta=delta
         )
-        self._digest_tables.append(digests)
-        self._digest_rows += digests.shape[0]

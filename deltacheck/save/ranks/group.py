@@ -302,7 +302,7 @@ def own_tiles(
     for path, (cuts, numbers) in own.items():
         pieces: Sequence[DensePart] = list(pieces_of(path))
         boxes = (
-            [sharding.whole(flat.leaves[path].shape)]
+            [tiles.whole(flat.leaves[path].shape)]
             if cuts is None
             else [tiles.box(cuts, number) for number in numbers]
         )

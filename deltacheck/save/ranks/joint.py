@@ -136,6 +136,37 @@ class Report(msgspec.Struct, frozen=True):
     compactions: tuple[int, ...] = ()
     merged_bytes: int = 0
 
+    @classmethod
+    def of(
+        cls,
+        manifest: Manifest,
+        tiles: RankTiles,
+        copies: bytes,
+        contents: Mapping[str, str],
+        compactions: tuple[Iterable[str], Iterable[int]],
+    ) -> Report:
+        """Return the report of a rank.
+
+        Args:
+            manifest: The rank's part, its tiles as leaves.
+            tiles: These tiles.
+            copies: As the attribute.
+            contents: The digests of leaves and tiles that are not simply stored, as they were read,
+                by stored path.
+            compactions: The segments and the numbers of its compactions that no step has yet.
+        """
+        segments, numbers = compactions
+        return cls(
+            manifest.step,
+            manifest.segments,
+            "".join(stored_digest(manifest, name) for name in stored_names(tiles)),
+            copies,
+            RankRules.of(manifest, contents),
+            tuple(segments),
+            tuple(numbers),
+            manifest.merged_bytes,
+        )
+
 
 inspect_types(SaveProposal, Agreement, Contribution, Assignment, Report)
 
@@ -201,10 +232,6 @@ class _Exchange:
     copies: RankTiles
     plan: Plan | None
     copies_of_all: Copies | None
-
-    def tile_names(self) -> list[str]:
-        """Return the names of this rank's tiles, in the order of the plan."""
-        return stored_names(self.tiles)
 
 
 class Attempt:
@@ -385,7 +412,7 @@ class Joint:
         assignment = self._contribute(Contribution(holdings, None))
         assert assignment.share is not None
         self._exchange = self._exchanged(holdings, assignment.share)
-        return [name for name in self._exchange.tile_names() if name in manifest.stored]
+        return [name for name in stored_names(self._exchange.tiles) if name in manifest.stored]
 
     def _exchanged(self, holdings: Holdings, share: Share) -> _Exchange:
         return _Exchange(holdings, share.tiles(), share.copied_tiles(), self._plan, self._copies)
@@ -403,25 +430,15 @@ class Joint:
             manifest: This rank's part, its tiles as leaves.
             make: Make the step exist, on rank 0, from the manifest of all ranks.
             copies: The digests of tiles that this rank holds and another one writes.
-            contents: The digests of leaves and tiles that are not simply stored, as they were read,
-                by stored path.
+            contents: As ``Report.of`` takes them.
 
         Raises:
             RankFailed: The part of some rank is missing, or copies differ, and no step exists.
         """
         exchange = self._exchange
         assert exchange is not None
-        names, numbers = ((), ()) if self.compactions is None else self.compactions()
-        report = Report(
-            manifest.step,
-            manifest.segments,
-            "".join(stored_digest(manifest, name) for name in exchange.tile_names()),
-            copies,
-            RankRules.of(manifest, contents or {}),
-            tuple(names),
-            tuple(numbers),
-            manifest.merged_bytes,
-        )
+        compactions = ((), ()) if self.compactions is None else self.compactions()
+        report = Report.of(manifest, exchange.tiles, copies, contents or {}, compactions)
 
         def decide(messages: list[bytes]) -> Sequence[bytes]:
             assert exchange.plan is not None

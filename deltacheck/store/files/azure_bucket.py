@@ -44,7 +44,7 @@ class _Loop(asyncio.SelectorEventLoop):
     def call_soon_threadsafe(  # type: ignore[override] # generic in its arguments
         self, *words: Any, **options: Any
     ) -> asyncio.Handle:
-        visit = Task(lambda: None).begun()
+        visit = Task(lambda: None)
         try:
             return super().call_soon_threadsafe(*words, **options)
         finally:
@@ -221,7 +221,6 @@ class _Request(Task[Any]):
     def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
         super().__init__(lambda: self._task.result())
         self._task: asyncio.Task[Any]
-        self.begun()
         _LOOP.call_soon_threadsafe(self._begin, work)
 
     def _begin(self, work: Coroutine[Any, Any, Any]) -> None:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from deltacheck.errors import StorageTimeout
 from deltacheck.store.lock.interrupts import Condition
@@ -37,18 +37,18 @@ class Task(Generic[Result]):
 
     Args:
         work: Called on the thread.
+
+    Attributes:
+        error: The error of the work, once it has ended; ``None``: it has none.
     """
 
     def __init__(self, work: Callable[[], Result]) -> None:
         self._work: Callable[[], Result] | None = work
         self._result: list[Result] = []
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._end = Condition()
-
-    def begun(self) -> Self:
-        """Let the end of the process wait for this task; return it."""
+        # The end of the process waits for this task.
         _under_way.add(self)
-        return self
 
     def done(self) -> bool:
         """Return true if the work has ended."""
@@ -58,20 +58,15 @@ class Task(Generic[Result]):
         """Wait for the end; return false if ``timeout`` seconds have passed before."""
         return self._end.wait_until(self.done, timeout)
 
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the end, and return the error of the work. Raises ``TimeoutError``."""
-        if not self.wait(timeout):
-            raise TimeoutError
-        return self._error
-
     def result(self, timeout: float | None = None) -> Result:
         """Wait for the end, and return what the work has returned.
 
         Raises the error of the work, or ``TimeoutError``.
         """
-        error = self.exception(timeout)
-        if error is not None:
-            raise error
+        if not self.wait(timeout):
+            raise TimeoutError
+        if self.error is not None:
+            raise self.error
         return self._result[0]
 
     def carry_out(self) -> None:
@@ -80,7 +75,7 @@ class Task(Generic[Result]):
         try:
             self._result.append(self._work())
         except BaseException as error:  # noqa: BLE001 - it is raised where the end is waited for
-            self._error = error
+            self.error = error
         finally:
             # The memory that the work refers to must not live as long as the task.
             self._work = None
@@ -122,7 +117,7 @@ class Background:
 
     def start(self, work: Callable[[], Result]) -> Task[Result]:
         """Call ``work`` on one of the threads; return the task."""
-        task = Task(work).begun()
+        task = Task(work)
         self._tasks.put(task)
         return task
 

@@ -140,3 +140,32 @@ def take_lease(root: Place) -> Lease:
         RootBusy: Another writer has it; the message names that writer.
     """
     return storage_of(root).take_lease()
+
+
+def inside(root: Place, path: Place) -> Place:
+    """Return ``path``, which may be written to or deleted.
+
+    No change below a root may follow a link to another place. The root itself may be reached
+    through links, because the user names it; below it, everything is a directory or a regular file
+    (``docs/reference/format.md``, section 1). Every directory from below ``root`` down to ``path``
+    is looked at; those that do not exist yet pass. A process that puts a link in place between the
+    check and the change is not kept out. On an object store there are no links.
+
+    Args:
+        root: The root, or the store of a manager root.
+        path: A directory below it.
+
+    Raises:
+        Damaged: A link or a file stands in the place of one of the directories; names it.
+    """
+    if isinstance(root, Path) and isinstance(path, Path):
+        directory = root
+        for name in path.relative_to(root).parts:
+            directory = directory / name
+            storage_of(directory).check_directory()
+    return path
+
+
+def remove_tree(root: Place, path: Place, *, ignore_errors: bool = False) -> None:
+    """Remove a directory below a root and all below it. Raises what ``inside`` raises."""
+    storage_of(inside(root, path)).remove_tree(ignore_errors)

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deltacheck.store import layout
-from deltacheck.store.files.containment import inside, remove_tree
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.files.storage import Place, take_lease
+from deltacheck.store.files.storage import Place, inside, remove_tree, take_lease
 from deltacheck.store.lock.lease import Lease
 from deltacheck.store.roots.opening import create_store
 from deltacheck.store.roots.root import Root

@@ -15,10 +15,9 @@ from deltacheck.store import layout
 from deltacheck.store.files import arrays
 from deltacheck.store.files import storage as places
 from deltacheck.store.files.arrays import StreamWriter
-from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.object_path import existing
-from deltacheck.store.files.storage import Place, storage_of, subdirectories
+from deltacheck.store.files.storage import Place, inside, storage_of, subdirectories
 from deltacheck.store.manifest import SegmentRef
 from deltacheck.store.segment import Segment, SegmentWriter, TableRead, start_table
 

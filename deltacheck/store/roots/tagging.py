@@ -7,9 +7,8 @@ import contextlib
 from deltacheck.errors import RootBusy, StepNotFound
 from deltacheck.store import documents, layout
 from deltacheck.store.files import arrays
-from deltacheck.store.files.containment import inside, remove_tree
 from deltacheck.store.files.durability import sync_directory
-from deltacheck.store.files.storage import storage_of
+from deltacheck.store.files.storage import inside, remove_tree, storage_of
 from deltacheck.store.manifest import Tag
 from deltacheck.store.roots.root import Root
 from deltacheck.store.roots.tags import find, lock, read_all

@@ -15,9 +15,8 @@ from collections.abc import Iterator, Mapping
 from deltacheck.errors import Damaged, StepNotFound, UnsupportedFormat
 from deltacheck.store import documents, layout
 from deltacheck.store.files import arrays
-from deltacheck.store.files.containment import inside, remove_tree
 from deltacheck.store.files.durability import sync_directory
-from deltacheck.store.files.storage import Place, storage_of, subdirectories
+from deltacheck.store.files.storage import Place, inside, remove_tree, storage_of, subdirectories
 from deltacheck.store.manifest import Brief, Manifest, Tag
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from deltacheck.backends.hugging_face.publish.version_folder import Tensor
 from deltacheck.codec.base import U8
 from deltacheck.leaf.spec import batches
-from deltacheck.restore.chain import KnownContent
+from deltacheck.restore.chain import KnownContent, known_content
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
 from deltacheck.store.manifest import Manifest
@@ -74,10 +74,7 @@ class HeldWeights:
             leaves = resolve_leaves(self._root, manifest, owners, held=self._chains)
             chains: dict[str, U8] = {}
             loaded = load_leaves(leaves, stored=chains)
-            self._chains |= {
-                path: KnownContent(data, manifest.stored[path].digest)
-                for path, data in chains.items()
-            }
+            self._chains |= known_content(manifest, chains)
             for owner in owners:
                 data = loaded[owner].data
                 data.flags.writeable = False

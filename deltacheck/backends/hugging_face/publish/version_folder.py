@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,6 +33,7 @@ from deltacheck.codec.base import U8
 from deltacheck.errors import Damaged, NotACheckpointRoot, UnsupportedFormat
 from deltacheck.leaf import limits
 from deltacheck.leaf.dtypes import dtype_named
+from deltacheck.leaf.structs import json_as
 from deltacheck.restore.export import SAFETENSORS_HEADER_BYTES, SAFETENSORS_TYPES
 from deltacheck.store.files import arrays
 from deltacheck.store.files.storage import Place, storage_of
@@ -55,7 +56,6 @@ _MAX_INDEX_BYTES = 64 << 20
 _MAX_IDENTITY_BYTES = 1 << 16
 _BLOCK_BYTES = 512  # the unit of ``st_blocks``
 _MAX_AXES = 64  # of NumPy
-_Struct = TypeVar("_Struct")
 _TYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
 
 
@@ -195,7 +195,7 @@ def read_identity(folder: Place) -> str | None:
     path = folder / PRIVATE / _IDENTITY
     try:
         storage_of(path.parent).check_directory()
-        identity = _decoded(storage_of(path).read_file(_MAX_IDENTITY_BYTES), _Identity)
+        identity = json_as(_Identity, storage_of(path).read_file(_MAX_IDENTITY_BYTES))
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -292,16 +292,8 @@ class _DocumentOfAny(msgspec.Struct):
     metadata: _MetadataOfAny
 
 
-def _decoded(data: bytes, kind: type[_Struct]) -> _Struct:
-    """Return a JSON document of known fields; ``ValueError`` for any other content."""
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(str(error)) from error
-
-
 def _parsed(data: bytes, number: int) -> Index:
-    header = _decoded(data, _DocumentOfAny).metadata
+    header = json_as(_DocumentOfAny, data).metadata
     if header.deltacheck is None:
         raise UnsupportedFormat(
             f"version {number} was not published by deltacheck; publish to a folder of its own"
@@ -316,7 +308,7 @@ def _parsed(data: bytes, number: int) -> Index:
             f"version {number} has the encoding {header.delta_encoding!r}, which this version of"
             " deltacheck does not read; use a newer version"
         )
-    document = _decoded(data, _Document)
+    document = json_as(_Document, data)
     metadata, tensors = document.metadata, document.weight_map
     extension = metadata.deltacheck
     plain = json.loads(data)

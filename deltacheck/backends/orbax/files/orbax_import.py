@@ -29,9 +29,8 @@ from deltacheck.errors import Damaged, DeltacheckError, StepNotFound, Unsupporte
 from deltacheck.leaf import tree
 from deltacheck.leaf.external_errors import translated
 from deltacheck.leaf.tree import Json, Node
-from deltacheck.restore.content import Loaded, as_array
-from deltacheck.restore.export import Progress, new_folder, require_types, resolve
-from deltacheck.restore.values import load_leaves
+from deltacheck.restore.content import as_array
+from deltacheck.restore.export import Progress, new_folder, read_all, require_types
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.opening import open_root
@@ -260,17 +259,13 @@ def write_orbax(
     """
     owners = tree.array_paths(manifest.tree) if keys is None else keys
     require_types("orbax", ((path, manifest.spec(owner).dtype) for path, owner in owners.items()))
-    loaded: dict[str, Loaded] = {}
-    leaves = resolve(root, manifest, {owner: owner for owner in owners.values()})
-    for owner, leaf in leaves.items():
-        if leaf.spec.raw_bytes == 0:
+    for owner in owners.values():
+        if manifest.spec(owner).raw_bytes == 0:
             raise UnsupportedLeaf(
                 f"leaf {owner!r} is empty, and Orbax keeps no empty arrays; leave it out with"
                 " --leaves"
             )
-        loaded |= load_leaves({owner: leaf})
-        if progress is not None:
-            progress(leaf.spec.raw_bytes)
+    loaded = read_all(root, manifest, owners.values(), progress)
     arrays = {owner: as_array(item) for owner, item in loaded.items()}
     if keys is None:
         for name, value in tree.scalars(manifest.tree).items():

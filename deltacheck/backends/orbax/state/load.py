@@ -26,7 +26,6 @@ from deltacheck.backends.orbax.state.targets import (
     in_saved_form,
     number_as,
     on_mesh,
-    places_of,
 )
 from deltacheck.codec.base import U8
 from deltacheck.errors import StepNotFound
@@ -36,9 +35,9 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import ArrayLeaf
 from deltacheck.restore import damage
 from deltacheck.restore.content import Loaded, as_array
-from deltacheck.restore.fill import Request, StepReader
 from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.restore.resolve import require_contract, require_leaves, select_paths
+from deltacheck.restore.values import Request, StepReader
 from deltacheck.store.files.object_path import ObjectStore
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.opening import open_root
@@ -132,14 +131,6 @@ class Restored(NamedTuple):
         )
 
 
-class Read(NamedTuple):
-    """The leaves of a step, the chains that they depend on, and the stored bytes of those."""
-
-    loaded: Mapping[str, Loaded]
-    chains: Mapping[str, Chain]
-    stored: Mapping[str, U8]
-
-
 def restore_tree(
     root: Root,
     manifest: Manifest,
@@ -164,7 +155,7 @@ def restore_tree(
             require_leaves(root, manifest)
         # Outside of own_rules, too: the mesh that is set is the training's.
         target = on_mesh(as_tree(part.target))
-        placements = _shardings_by_path(shardings, places_of(manifest.tree), manifest.step)
+        placements = _shardings_by_path(shardings, manifest.arrays, manifest.step)
         selection = TargetSelection.of(part._replace(target=target), manifest, contract)
         if paths is not None:
             if target is not None:
@@ -189,7 +180,7 @@ def restore_tree(
 
 def _selected(root: Root, manifest: Manifest, names: Iterable[str]) -> list[str]:
     """Return the paths of the leaves that paths, subtrees and patterns name."""
-    step_paths = dict.fromkeys([*places_of(manifest.tree), *tree.scalars(manifest.tree)])
+    step_paths = dict.fromkeys([*manifest.arrays, *tree.scalars(manifest.tree)])
     names = list(names)
     require_leaves(root, manifest, names)
     return select_paths(step_paths, names, manifest.step)
@@ -204,12 +195,10 @@ def _restore_leaves(
 ) -> Restored:
     """Restore leaves as ``{path: array}``, and numbers and text as they are."""
     numbers = tree.scalars(manifest.tree)
-    places = places_of(manifest.tree)
     arrays_of = [path for path in paths if path not in numbers]
     placements = {**saved_shardings(manifest, set(arrays_of) - placements.keys()), **placements}
     requests = {
-        path: as_saved(path, places.get(path, (path, None)), manifest, placements)
-        for path in arrays_of
+        path: as_saved(path, manifest.arrays[path], manifest, placements) for path in arrays_of
     }
     arrays, _ = _read_arrays(root, manifest, requests, False, max_bytes)
     # Without chains: a restore of some leaves is not a state to continue from.
@@ -225,12 +214,15 @@ def _restore_tree(
     placements: Mapping[str, Sharding],
     max_bytes: int | None,
 ) -> Restored:
-    places = places_of(manifest.tree)
     target = selection.target
     if target is None:
-        placements = {**saved_shardings(manifest, places.keys() - placements.keys()), **placements}
+        placements = {
+            **saved_shardings(manifest, manifest.arrays.keys() - placements.keys()),
+            **placements,
+        }
         requests = {
-            path: as_saved(path, place, manifest, placements) for path, place in places.items()
+            path: as_saved(path, place, manifest, placements)
+            for path, place in manifest.arrays.items()
         }
     else:
         requested, target = (
@@ -239,18 +231,18 @@ def _restore_tree(
                 lambda path, leaf: (
                     None
                     if path in selection.skipped
-                    else in_saved_form(path, leaf, places, manifest, selection)
+                    else in_saved_form(path, leaf, manifest, selection)
                 ),
                 target,
             ),
         )
-        requests = as_targeted(target, places, manifest, placements, selection)
-    arrays, read = _read_arrays(root, manifest, requests, selection.is_all, max_bytes)
+        requests = as_targeted(target, manifest, placements, selection)
+    arrays, reader = _read_arrays(root, manifest, requests, selection.is_all, max_bytes)
     if target is None:
         return Restored(
             tree.unflatten(manifest.tree, lambda path, owner, tag: arrays[path]),
-            read.chains,
-            read.stored,
+            reader.chains,
+            reader.stored,
         )
     numbers = tree.scalars(manifest.tree)
 
@@ -264,7 +256,7 @@ def _restore_tree(
     restored = leaves.map_leaves(fill, requested)
     # As in ``_restore_leaves``: without chains if leaves are missing.
     return (
-        Restored(restored, read.chains, read.stored)
+        Restored(restored, reader.chains, reader.stored)
         if selection.is_all
         else Restored(restored, {}, {})
     )
@@ -276,7 +268,7 @@ def _read_arrays(
     requests: Mapping[str, ArrayRequest],
     is_all: bool,
     max_bytes: int | None,
-) -> tuple[dict[str, Any], Read]:
+) -> tuple[dict[str, Any], StepReader]:
     """Return arrays, and what was read for them.
 
     Of arrays that other processes hold too, only the boxes of this process are read.
@@ -301,7 +293,7 @@ def _read_arrays(
     arrays = make(local, loaded)
     if across:
         arrays |= _assembled(reader, across)
-    return {path: arrays[path] for path in requests}, Read(loaded, reader.chains, reader.stored)
+    return {path: arrays[path] for path in requests}, reader
 
 
 def _assembled(reader: StepReader, requests: Mapping[str, ArrayRequest]) -> dict[str, Any]:

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from deltacheck.backends.orbax.state import leaves
 from deltacheck.errors import UnsupportedLeaf
-from deltacheck.leaf import sharding
-from deltacheck.leaf.sharding import HeldShards, whole
+from deltacheck.leaf.sharding import HeldShards
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.leaf.tiles import Box, Cuts
+from deltacheck.leaf.tiles import Box, Cuts, inside, whole
 from deltacheck.leaf.tree import ArrayLeaf, Flat
 from deltacheck.save.job.source import LeafSource, host_content_check
 from deltacheck.save.ranks.group import DensePart, own_tiles, pieces_held
@@ -148,7 +147,7 @@ def _cut(piece: DensePart, box: Box) -> Any:
     if isinstance(values, jax.Array) and leaves.is_key(values.dtype):
         # The box has the axis of the data, the keys do not.
         values = jax.random.key_data(values)
-    return values[sharding.inside(box, piece.box)]
+    return values[inside(box, piece.box)]
 
 
 # --- arrays from boxes ----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from jax.sharding import Sharding
 from deltacheck.backends.numpy_leaves import specs_of
 from deltacheck.backends.orbax.state import leaves
 from deltacheck.backends.orbax.state.saved_shardings import records_of
-from deltacheck.codec.object_loops import matching_children
+from deltacheck.codec.extension import native
 from deltacheck.errors import UnsupportedLeaf
 from deltacheck.leaf import tree
 from deltacheck.leaf.outline import Outline, chosen
@@ -108,7 +108,7 @@ class _KnownForms:
             state: The state.
             flat_state: The same state, flattened.
         """
-        outline = Outline.of(state, flat_state.skeleton, matching_children(), leaves.expand)
+        outline = Outline.of(state, flat_state.skeleton, native.matching_children, leaves.expand)
         outlined = None if outline is None else outline.match(state)
         if outline is None or outlined is None:
             return None
@@ -130,7 +130,7 @@ class _KnownForms:
             return None
         if outlined is None or forms != self._forms:
             return None
-        values = chosen_in_order(outlined.leaves, self._order)
+        values = [outlined.leaves[number] for number in self._order]
         flat = KnownArrays(
             outlined.skeleton, dict(zip(self._paths, values, strict=True)), self._leaves
         )
@@ -157,11 +157,6 @@ class _KnownForms:
         return _Forms(
             list(map(_aval_of, arrays)), list(map(_sharding_of, arrays)), other_leaves, ties
         )
-
-
-def chosen_in_order(values: Sequence[Any], positions: Sequence[int]) -> list[Any]:
-    """Return the values at some positions, in any order."""
-    return [values[position] for position in positions]
 
 
 def _is_plain(value: object) -> bool:

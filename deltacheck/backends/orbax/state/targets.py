@@ -19,7 +19,8 @@ from deltacheck.errors import ContractNotMet, TreeMismatch
 from deltacheck.leaf import tree
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.leaf.tree import NUMPY_ARRAY, NUMPY_SCALAR, Node
+from deltacheck.leaf.tree import NUMPY_ARRAY, NUMPY_SCALAR, ArrayNode
+from deltacheck.restore.resolve import is_below
 from deltacheck.store.manifest import Manifest
 
 NUMPY_TAGS = (NUMPY_ARRAY, NUMPY_SCALAR)
@@ -124,7 +125,7 @@ class TargetSelection:
         if target is None:
             return cls(None, frozenset(), frozenset())
         numbers = tree.scalars(manifest.tree)
-        saved = places_of(manifest.tree).keys() | numbers.keys()
+        saved = manifest.arrays.keys() | numbers.keys()
         requested: set[str] = set()
         skipped: set[str] = set()
 
@@ -146,24 +147,13 @@ class TargetSelection:
         return not self.omitted
 
 
-def is_below(path: str, place: str) -> bool:
-    """Return ``True`` if a leaf is at a place of a tree, or in the subtree there."""
-    return not place or path == place or path.startswith(f"{place}/")
-
-
-def places_of(skeleton: Node) -> dict[str, tuple[str, str | None]]:
-    """Return, for every array of a tree, the leaf that holds its bytes and its tag."""
-    places: dict[str, tuple[str, str | None]] = {}
-
-    def place(path: str, owner: str, tag: str | None) -> None:
-        places[path] = (owner, tag)
-
-    tree.unflatten(skeleton, place)
-    return places
+def _spec_at(manifest: Manifest, path: str) -> LeafSpec:
+    """Return the leaf whose content an array of the step has."""
+    return manifest.spec(manifest.arrays[path].owner)
 
 
 def as_saved(
-    path: str, place: tuple[str, str | None], manifest: Manifest, placements: Mapping[str, Sharding]
+    path: str, place: ArrayNode, manifest: Manifest, placements: Mapping[str, Sharding]
 ) -> ArrayRequest:
     """Return an array in the form that it was saved in.
 
@@ -177,7 +167,6 @@ def as_saved(
 
 def as_targeted(
     target: Any,
-    places: Mapping[str, tuple[str, str | None]],
     manifest: Manifest,
     placements: Mapping[str, Sharding],
     selection: TargetSelection,
@@ -186,7 +175,6 @@ def as_targeted(
 
     Args:
         target: The target, with leaves ``in_saved_form``.
-        places: The arrays of the step (``places_of``).
         manifest: The step.
         placements: The shardings that the caller gives, by path.
         selection: The part of the step that the target asks for.
@@ -203,17 +191,15 @@ def as_targeted(
         ),
         _REMEDY,
     )
-    _require_same_keys(flat, places, manifest)
-    casts, remedy = _allowed_casts(flat, places, manifest, selection)
+    _require_same_keys(flat, manifest)
+    casts, remedy = _allowed_casts(flat, manifest, selection)
     requested = flat._replace(
         leaves={
-            path: leaf._replace(dtype=manifest.spec(places[path][0]).dtype)
-            if path in casts
-            else leaf
+            path: leaf._replace(dtype=_spec_at(manifest, path).dtype) if path in casts else leaf
             for path, leaf in flat.leaves.items()
         }
     )
-    if any(leaf.shape != manifest.spec(places[p][0]).shape for p, leaf in flat.leaves.items()):
+    if any(leaf.shape != _spec_at(manifest, p).shape for p, leaf in flat.leaves.items()):
         remedy += _RESIZE
     stored_path = match_targets(
         manifest, requested, arrays, omitted=selection.omitted, remedy=remedy
@@ -228,7 +214,7 @@ def as_targeted(
     return {
         path: ArrayRequest(
             stored_path[path],
-            _tag_of(leaf, places[path][1], is_cast=path in casts),
+            _tag_of(leaf, manifest.arrays[path].tag, is_cast=path in casts),
             placements.get(path) or sharding_of(flat.arrays[path]),
             casts.get(path),
             keeping,
@@ -237,12 +223,10 @@ def as_targeted(
     }
 
 
-def _require_same_keys(
-    flat: tree.Flat, places: Mapping[str, tuple[str, str | None]], manifest: Manifest
-) -> None:
+def _require_same_keys(flat: tree.Flat, manifest: Manifest) -> None:
     """Raise ``TreeMismatch`` if keys of a target are of another implementation than the saved."""
     for path, leaf in flat.leaves.items():
-        saved = places[path][1]
+        saved = manifest.arrays[path].tag
         # The data of two implementations can have equal shapes, but their keys differ.
         if saved != leaf.tag and leaves.is_key_tag(saved) and leaves.is_key_tag(leaf.tag):
             raise TreeMismatch(
@@ -263,7 +247,6 @@ def _tag_of(target: tree.ArrayLeaf, saved: str | None, *, is_cast: bool) -> str 
 
 def _allowed_casts(
     flat: tree.Flat,
-    places: Mapping[str, tuple[str, str | None]],
     manifest: Manifest,
     selection: TargetSelection,
 ) -> tuple[dict[str, np.dtype[Any]], str]:
@@ -272,36 +255,33 @@ def _allowed_casts(
     Raises:
         ContractNotMet: A cast would change values, and the restore must be exact.
     """
-    casts = _casts(flat, places, manifest)
-    rounding = _rounding(casts, places, manifest)
+    casts = _casts(flat, manifest)
+    rounding = _rounding(casts, manifest)
     if not rounding or (selection.cast and not selection.exact):
         return casts, _REMEDY
     if not selection.cast:
         return {p: dtype for p, dtype in casts.items() if p not in rounding}, _REMEDY + _CAST
     path = min(rounding)
     raise ContractNotMet(
-        f"leaf {path!r} is {manifest.spec(places[path][0]).dtype} in step {manifest.step}, and"
+        f"leaf {path!r} is {_spec_at(manifest, path).dtype} in step {manifest.step}, and"
         f" {casts[path]} of the target does not hold every value of it. Restore it without"
         " contract='exact', or without a cast"
     )
 
 
-def _casts(
-    flat: tree.Flat, places: Mapping[str, tuple[str, str | None]], manifest: Manifest
-) -> dict[str, np.dtype[Any]]:
+def _casts(flat: tree.Flat, manifest: Manifest) -> dict[str, np.dtype[Any]]:
     """Return the dtypes of arrays of a target that were saved with another one, by path."""
     return {
         path: dtype_named(leaf.dtype).numpy
         for path, leaf in flat.leaves.items()
-        if leaf.dtype != manifest.spec(places[path][0]).dtype
+        if leaf.dtype != _spec_at(manifest, path).dtype
         # The bits of a key have no value that another dtype could keep.
-        and not (leaves.is_key_tag(leaf.tag) or leaves.is_key_tag(places[path][1]))
+        and not (leaves.is_key_tag(leaf.tag) or leaves.is_key_tag(manifest.arrays[path].tag))
     }
 
 
 def _rounding(
     casts: Mapping[str, np.dtype[Any]],
-    places: Mapping[str, tuple[str, str | None]],
     manifest: Manifest,
 ) -> set[str]:
     """Return the paths of the casts that may round values.
@@ -311,7 +291,7 @@ def _rounding(
     """
     rounding = set()
     for path, dtype in casts.items():
-        saved = manifest.spec(places[path][0]).element.numpy
+        saved = _spec_at(manifest, path).element.numpy
         is_integer = all(jnp.issubdtype(kind, jnp.integer) for kind in (saved, dtype))
         # NumPy takes the 53 bits of a float64 for enough.
         is_wide = saved.kind in "iu" and saved.itemsize == 8
@@ -323,7 +303,6 @@ def _rounding(
 def in_saved_form(
     path: str,
     leaf: Any,
-    places: Mapping[str, tuple[str, str | None]],
     manifest: Manifest,
     selection: TargetSelection,
 ) -> Any:
@@ -333,13 +312,13 @@ def in_saved_form(
     ``eval_shape`` makes an array of it from the start. Each must be a target for the others.
     """
     if isinstance(leaf, type):  # as in Orbax: the leaf as it was saved, if it is of this type
-        return _of_type(path, leaf, places, manifest)
-    if isinstance(leaf, bool | int | float | complex) and path in places:
-        saved = _of_number(leaf, places[path], manifest, selection)
+        return _of_type(path, leaf, manifest)
+    if isinstance(leaf, bool | int | float | complex) and path in manifest.arrays:
+        saved = _of_number(leaf, manifest.arrays[path], manifest, selection)
         if saved is not None:
             return saved
-    if isinstance(leaf, jax.ShapeDtypeStruct) and path in places:
-        return _key_of_data(leaf, places[path], manifest)
+    if isinstance(leaf, jax.ShapeDtypeStruct) and path in manifest.arrays:
+        return _key_of_data(leaf, manifest.arrays[path], manifest)
     if leaves.describe_target(leaf) is not None and leaf.shape == ():
         number = tree.scalars(manifest.tree).get(path)
         if number is not None and (_may_change(number, selection) or _fits(number, leaf.dtype)):
@@ -348,7 +327,7 @@ def in_saved_form(
 
 
 def _of_number(
-    number: Any, place: tuple[str, str | None], manifest: Manifest, selection: TargetSelection
+    number: Any, place: ArrayNode, manifest: Manifest, selection: TargetSelection
 ) -> Any:
     """Return a target for a saved 0-d array where a target has a Python number, else ``None``."""
     owner, tag = place
@@ -393,7 +372,7 @@ def is_number_type(kind: type, spec: LeafSpec, tag: str | None) -> bool:
     )
 
 
-def _key_of_data(leaf: Any, place: tuple[str, str | None], manifest: Manifest) -> Any:
+def _key_of_data(leaf: Any, place: ArrayNode, manifest: Manifest) -> Any:
     """Return typed keys as a target, if ``leaf`` is the abstract data of keys that were saved.
 
     ``ocp.utils.to_shape_dtype_struct`` makes such targets of keys. Orbax restores keys for them.
@@ -409,11 +388,9 @@ def _key_of_data(leaf: Any, place: tuple[str, str | None], manifest: Manifest) -
     return jax.ShapeDtypeStruct(shape, leaves.key_dtype(tag), sharding=sharding)  # type: ignore[no-untyped-call]
 
 
-def _of_type(
-    path: str, kind: type, places: Mapping[str, tuple[str, str | None]], manifest: Manifest
-) -> Any:
+def _of_type(path: str, kind: type, manifest: Manifest) -> Any:
     """Return a target for a leaf of which only the type is given."""
-    if path not in places:
+    if path not in manifest.arrays:
         number = tree.scalars(manifest.tree).get(path)
         # Orbax has no type for bytes.
         is_text = kind is str and type(number) is bytes
@@ -424,7 +401,7 @@ def _of_type(
                 f" {kind.__name__} in the target. {_REMEDY}"
             )
         return number
-    owner, tag = places[path]
+    owner, tag = manifest.arrays[path]
     spec = manifest.spec(owner)
     if is_number_type(kind, spec, tag):
         return np.zeros((), spec.element.numpy)[()]

@@ -32,13 +32,12 @@ from deltacheck.backends.torch.state import leaves
 from deltacheck.errors import StepNotFound, TreeMismatch, UnsupportedLeaf
 from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.external_errors import typed
-from deltacheck.leaf.sharding import whole
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.leaf.tiles import Box
+from deltacheck.leaf.tiles import Box, whole
 from deltacheck.restore import damage
 from deltacheck.restore.content import Array, Loaded
-from deltacheck.restore.fill import Request, StepReader, leaf_of_box
 from deltacheck.restore.resolve import require_contract, require_leaves
+from deltacheck.restore.values import Request, StepReader, leaf_of_box
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.manifest import Manifest

@@ -41,12 +41,11 @@ from deltacheck.leaf.sharding import HeldShards, Holdings
 from deltacheck.leaf.tiles import Box
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
 from deltacheck.policy import Keep, Policy
-from deltacheck.save.job.step_numbers import metric_numbers
 from deltacheck.save.progress import beginning
 from deltacheck.save.ranks.joint import Report
 from deltacheck.save.ranks.rank_setup import RankSetup, require_probe, require_same_options
 from deltacheck.save.ranks.replicas import digests_of
-from deltacheck.save.save_options import SaveOptions, Settings, require_defaults
+from deltacheck.save.save_options import SaveOptions, Settings, metric_numbers, require_defaults
 from deltacheck.save.treatment.signals import HeldState, worst_metrics
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore

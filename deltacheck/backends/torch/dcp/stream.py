@@ -35,9 +35,8 @@ from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.save import exits
 from deltacheck.save.chains.chain_state import Numbers
 from deltacheck.save.ranks.folder_probe import Probe
-from deltacheck.save.ranks.joint import Merges, Report, merged, stored_names
+from deltacheck.save.ranks.joint import Merges, Report, merged
 from deltacheck.save.ranks.rank_setup import RankSetup, require_visible
-from deltacheck.save.ranks.rules import RankRules, stored_digest
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.save_options import Settings
 from deltacheck.save.saver import Saver
@@ -348,21 +347,10 @@ class RootStream:
             task.step, flat.skeleton, sources, record, metrics=task.metrics, agreed=agreed
         ).wait("committed")
         self._manifest = manifest = manifests[0]
-        digests = "".join(stored_digest(manifest, name) for name in stored_names(tiles))
         sizes = {path: leaf.shape[0] for path, leaf in flat.leaves.items() if leaf.tag is not None}
-        rules = RankRules.of(manifest, agreed.digests)
         # A merge that was planned with this save has begun: its segments are among these.
-        merge_segments, compactions = saver.chains.compactions()
-        report = Report(
-            task.step,
-            manifest.segments,
-            digests,
-            copies,
-            rules,
-            tuple(merge_segments),
-            tuple(compactions),
-            manifest.merged_bytes,
-        )
+        compactions = saver.chains.compactions()
+        report = Report.of(manifest, tiles, copies, agreed.digests, compactions)
         return DurablePart(report, sizes, None if state is None else saver.measured(state))
 
     def commit(self, parts: Sequence[DurablePart], tree: Node, roots: Sequence[str]) -> None:

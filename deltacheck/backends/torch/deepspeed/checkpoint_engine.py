@@ -46,7 +46,7 @@ from deltacheck.backends.torch.deepspeed.saved_state import (
 )
 from deltacheck.backends.torch.files.load import MapLocation
 from deltacheck.leaf.external_errors import typed
-from deltacheck.restore.fill import StepReader
+from deltacheck.restore.values import StepReader
 from deltacheck.store.files import storage
 
 log = logging.getLogger("deltacheck")

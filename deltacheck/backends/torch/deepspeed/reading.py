@@ -16,8 +16,8 @@ from deltacheck.errors import TreeMismatch
 from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Node
-from deltacheck.restore.fill import Request, StepReader, leaf_of_box
 from deltacheck.restore.resolve import require_leaves
+from deltacheck.restore.values import Request, StepReader, leaf_of_box
 
 
 class CheckpointReading:

@@ -13,8 +13,8 @@ from deltacheck.backends.torch.files import pointer
 from deltacheck.backends.torch.state import leaves
 from deltacheck.leaf.external_errors import typed
 from deltacheck.restore import damage
-from deltacheck.restore.fill import StepReader
 from deltacheck.restore.resolve import require_contract, require_leaves
+from deltacheck.restore.values import StepReader
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.object_path import ObjectStore
 from deltacheck.store.files.storage import Place

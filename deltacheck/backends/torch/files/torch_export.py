@@ -12,9 +12,7 @@ from deltacheck.backends.torch.state.classes import build, named
 from deltacheck.backends.torch.state.leaves import shaped
 from deltacheck.leaf import tree
 from deltacheck.leaf.containers import Node
-from deltacheck.restore.content import Loaded
-from deltacheck.restore.export import Progress, require_types, resolve
-from deltacheck.restore.values import load_leaves
+from deltacheck.restore.export import Progress, read_all, require_types
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.root import Root
 
@@ -61,13 +59,7 @@ def write_torch(
             if keys is not None or nodes[path].tag not in numpy_tags
         ),
     )
-    leaves = resolve(root, manifest, {owner: owner for owner in owners.values()})
-    loaded: dict[str, Loaded] = {}
-    # One leaf at a time, so that the progress is reported while the step is read.
-    for path, leaf in leaves.items():
-        loaded |= load_leaves({path: leaf})
-        if progress is not None:
-            progress(leaf.spec.raw_bytes)
+    loaded = read_all(root, manifest, owners.values(), progress)
     if keys is not None:
         tags = tree.flat_tags(manifest.tree)
         tensors = {path: shaped(item, tags.get(path)) for path, item in loaded.items()}

@@ -74,8 +74,8 @@ def steps_of(
         number = int(numbers[-1]) if step is None else step
         if number in by_step:
             raise ValueError(
-                f"{by_step[number]} and {path} are both step {number}; import one of them into a"
-                " root of its own"
+                f"{by_step[number]} and {path} are both step {number}; leave one of them in a"
+                " folder of its own"
             )
         by_step[number] = path
     return sorted(by_step.items())
@@ -87,20 +87,13 @@ def files(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
     The step is the last number in the name. The result is in ascending order.
 
     Raises:
-        ValueError: Two files have the same number.
+        ValueError: Two files have the same number, or a file is a part of a model.
     """
-    by_step: dict[int, Path] = {}
-    for path in sorted(Path(folder).iterdir()):
-        numbers = re.findall(r"\d+", path.stem)
-        if path.suffix in SUFFIXES and numbers:
-            step = int(numbers[-1])
-            if step in by_step:
-                raise ValueError(
-                    f"{by_step[step].name} and {path.name} are both step {step}; leave one of them"
-                    " in a folder of its own"
-                )
-            by_step[step] = path
-    return sorted(by_step.items())
+    return steps_of(
+        path
+        for path in sorted(Path(folder).iterdir())
+        if path.suffix in SUFFIXES and re.search(r"\d", path.stem)
+    )
 
 
 def read(path: Path, *, tie: bool = False) -> object:

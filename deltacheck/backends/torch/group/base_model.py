@@ -14,7 +14,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import ArrayLeaf
 from deltacheck.maintain.branch import link_segments
 from deltacheck.restore import damage
-from deltacheck.restore.fill import StepReader
+from deltacheck.restore.values import StepReader
 from deltacheck.save.saver import Saver
 from deltacheck.store.files import storage
 from deltacheck.store.files.storage import Place

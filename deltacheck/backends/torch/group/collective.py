@@ -20,8 +20,8 @@ from deltacheck.leaf import tree
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.restore import damage
-from deltacheck.restore.fill import Request, StepReader
 from deltacheck.restore.resolve import require_contract, require_leaves
+from deltacheck.restore.values import Request, StepReader
 from deltacheck.save.ranks.group import Group
 from deltacheck.save.ranks.joint import Attempt
 from deltacheck.save.ranks.rank_setup import RankSetup

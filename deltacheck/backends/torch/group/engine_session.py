@@ -21,10 +21,9 @@ from deltacheck.backends.torch.capture.tensor_codec import TorchCodec
 from deltacheck.backends.torch.group import memory_of_ranks
 from deltacheck.backends.torch.group.arrival import Arrival
 from deltacheck.backends.torch.group.restores import Restores
-from deltacheck.backends.torch.group.run_roots import MemoryFirst, OneRoot, RunRoots
+from deltacheck.backends.torch.group.run_roots import MemoryFirst, RunRoots
 from deltacheck.backends.torch.state import leaves
 from deltacheck.backends.torch.state.repeated import Flattener
-from deltacheck.errors import StepNotFound
 from deltacheck.leaf.tree import Flat
 from deltacheck.maintain import compaction
 from deltacheck.maintain.memory_tier import MemoryTier, Tier, most_bytes
@@ -39,7 +38,6 @@ from deltacheck.store.documents import Written
 from deltacheck.store.files.storage import Place
 from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.roots import tagging
 from deltacheck.store.roots.opened import Opened, open_alone
 from deltacheck.store.roots.root import Root
 
@@ -206,35 +204,6 @@ class Session:
         self.saver.wait(timeout)
         self.roots.persist(deadline)
 
-    # --- steps ------------------------------------------------------------------------------------
-
-    def steps(self) -> list[int]:
-        """Return the committed steps, ascending."""
-        return self.roots.steps()
-
-    def latest_step(self) -> int | None:
-        """Return the step that a restore without a number restores; ``None`` if there is none."""
-        try:
-            return self.find(None)[1].step
-        except StepNotFound:
-            return None
-
-    def find(self, step: int | str | None) -> tuple[Root, Manifest]:
-        """Return the newest save of a step, a tag's save or the newest step, and its root."""
-        return self.roots.find(step)
-
-    def tag(self, step: int | str | None, name: str, *, move: bool) -> None:
-        """Name a committed step."""
-        self.run_once(lambda: self.roots.tag(step, name, move=move))
-
-    def untag(self, name: str) -> None:
-        """Remove a tag."""
-        self.run_once(lambda: tagging.remove(self.root, name))
-
-    def delete(self, step: int) -> None:
-        """Delete every checkpoint of a training step."""
-        self.run_once(lambda: self.roots.delete(step))
-
     def run_once(self, action: Callable[[], object]) -> None:
         """Run an action in one process; every rank waits for it and raises its failure."""
         if self.group is None:
@@ -391,8 +360,8 @@ def _roots(
     memory: MemoryTier | None,
 ) -> RunRoots:
     if memory is None:
-        return OneRoot(root, writer)
+        return RunRoots(root, root, writer)
     if group is not None:
         return memory_of_ranks.open_memory(group, root, writer, options, memory)
     tier = Tier(memory, writer, options)
-    return MemoryFirst(tier.root, root, tier)
+    return MemoryFirst(tier.root, root, writer, tier)

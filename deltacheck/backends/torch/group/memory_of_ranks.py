@@ -63,8 +63,8 @@ def open_memory(
         remedy=_REMEDY,
     )
     if isinstance(opened, Tier):
-        return MemoryFirst(opened.root, durable, opened, patience_seconds)
-    return MemoryFirst(opened, durable, None, patience_seconds)
+        return MemoryFirst(opened.root, durable, writer, opened, patience_seconds)
+    return MemoryFirst(opened, durable, writer, None, patience_seconds)
 
 
 def make_room(group: Group, roots: MemoryFirst, saver: Saver, step: int, tiles: Flat) -> bool:

@@ -18,7 +18,6 @@ from deltacheck.backends.torch.state.classes import build
 from deltacheck.backends.torch.state.optimizers import OptimizerPlace, places_in
 from deltacheck.leaf import tree
 from deltacheck.restore import damage
-from deltacheck.restore.fill import StepReader
 from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.restore.resolve import (
     require_contract,
@@ -26,7 +25,7 @@ from deltacheck.restore.resolve import (
     resolve_leaves,
     select_paths,
 )
-from deltacheck.restore.values import load_leaves
+from deltacheck.restore.values import StepReader, load_leaves
 from deltacheck.save.saver import Saver
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.root import Root
@@ -89,7 +88,7 @@ class Restores:
 
             if request.fallback:
                 candidates = self._roots.candidates(request.step)
-                return damage.newest_whole_of(candidates, request.step, load)
+                return damage.newest_whole(candidates, request.step, load)
             root, manifest = self._roots.find(request.step)
             return manifest, self._roots.load(root, manifest, load)
 
@@ -169,32 +168,18 @@ class Restores:
         if request.leaves is not None:
             return _some_leaves(root, manifest, request, request.leaves)
         require_contract(manifest, request.contract)
-        target = None if request.target is None else leaves.flatten(request.target)
-        if target is not None:
-            leaves.require_writable(target.arrays)
-        # Compared before anything is read, so that a mismatch costs nothing and changes nothing.
-        arrays = {} if target is None else tree.array_nodes(target.skeleton)
-        require_leaves(root, manifest, None if target is None else arrays)
-        saved_paths = None if target is None else match_targets(manifest, target, arrays)
-
-        def target_memory() -> dict[str, NDArray[np.uint8]]:
-            if target is None or saved_paths is None:
-                return {}
-            # Saves under way may still read the tensors that are about to be filled.
-            self._settle_reads()
-            memory = {
-                saved_paths[path]: leaves.memory_of(value) for path, value in target.arrays.items()
-            }
-            return {path: array for path, array in memory.items() if array is not None}
-
         reader = StepReader(root, manifest, max_bytes=request.max_bytes)
-        loaded = reader.whole(into=target_memory)
-        if target is None or saved_paths is None:
-            state = leaves.tree_of(manifest.tree, loaded, stored=reader.stored)
+        if request.target is None:
+            require_leaves(root, manifest)
+            state = leaves.tree_of(manifest.tree, reader.whole(), stored=reader.stored)
         else:
-            values = leaves.filled(
-                target.arrays, {path: loaded[saved_paths[path]] for path in target.arrays}
-            )
+            target = leaves.flatten(request.target)
+            leaves.require_writable(target.arrays)
+            # Compared before anything is read, so that a mismatch costs and changes nothing.
+            arrays = tree.array_nodes(target.skeleton)
+            require_leaves(root, manifest, arrays)
+            saved_paths = match_targets(manifest, target, arrays)
+            values = leaves.read_into(target.arrays, reader, saved_paths, self._settle_reads)
             state = tree.unflatten(
                 manifest.tree, lambda path, owner, tag: values[arrays[path].owner], build
             )

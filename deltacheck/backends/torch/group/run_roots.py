@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -22,12 +21,13 @@ from deltacheck.store.roots.root import Root
 log = logging.getLogger("deltacheck")
 
 
-class RunRoots(ABC):
-    """The roots of a run, as those of one run of saves.
+class RunRoots:
+    """The roots of a run, as those of one run of saves: here its only root.
 
     Args:
         live: The root that saves are written to.
         durable: The durable root, which has the tags. Without a memory tier, it is ``live``.
+        writer: The right to change the steps of the durable root.
         tier: The memory tier. ``None``: there is none, or this is a rank other than 0, which only
             writes segments to it.
         patience_seconds: The longest wait for copies; ``None``: the caller's own.
@@ -37,33 +37,35 @@ class RunRoots(ABC):
         self,
         live: Root,
         durable: Root,
+        writer: RootWriter,
         tier: Tier | None = None,
         patience_seconds: float | None = None,
     ) -> None:
         self.live, self.durable, self.tier = live, durable, tier
+        self._writer = writer
         self._patience_seconds = patience_seconds
         # Copies are read in this order.
         self.roots = (durable,) if live is durable else (live, durable)
 
-    @abstractmethod
     def steps(self) -> list[int]:
         """Return the committed steps, ascending."""
+        return self.durable.steps()
 
-    @abstractmethod
     def find(self, step: int | str | None) -> tuple[Root, Manifest]:
         """Return the newest save of a step, a tag's save or the newest step, and its root."""
+        return self.durable, self.durable.manifest(step)
 
-    @abstractmethod
     def require_digest(self, root: Root, manifest: Manifest, expected: str | None) -> None:
         """Raise ``Damaged`` unless a step has the digest that the caller has kept."""
+        root.require_digest(manifest, expected)
 
-    @abstractmethod
     def tag(self, step: int | str | None, name: str, *, move: bool) -> None:
         """Name a step of the durable root."""
+        tagging.put(self.durable, step, name, move=move)
 
-    @abstractmethod
     def delete(self, step: int) -> None:
         """Delete every checkpoint of a training step."""
+        self._writer.delete(step)
 
     # --- copies of steps --------------------------------------------------------------------------
 
@@ -152,39 +154,6 @@ class RunRoots(ABC):
         """Give the memory root back."""
         if self.tier is not None:
             self.tier.release()
-
-
-class OneRoot(RunRoots):
-    """The only root of a run.
-
-    Args:
-        root: The root.
-        writer: The right to change its steps.
-    """
-
-    def __init__(self, root: Root, writer: RootWriter) -> None:
-        super().__init__(root, root)
-        self._writer = writer
-
-    def steps(self) -> list[int]:
-        """Return the committed steps, ascending."""
-        return self.durable.steps()
-
-    def find(self, step: int | str | None) -> tuple[Root, Manifest]:
-        """Return the newest save of a step, a tag's save or the newest step, and its root."""
-        return self.durable, self.durable.manifest(step)
-
-    def require_digest(self, root: Root, manifest: Manifest, expected: str | None) -> None:
-        """Raise ``Damaged`` unless a step has the digest that the caller has kept."""
-        root.require_digest(manifest, expected)
-
-    def tag(self, step: int | str | None, name: str, *, move: bool) -> None:
-        """Name a step."""
-        tagging.put(self.durable, step, name, move=move)
-
-    def delete(self, step: int) -> None:
-        """Delete every checkpoint of a training step."""
-        self._writer.delete(step)
 
 
 class MemoryFirst(RunRoots):

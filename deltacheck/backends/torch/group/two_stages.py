@@ -13,9 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from deltacheck.backends.matching import match_targets
 from deltacheck.backends.torch.state import leaves
 from deltacheck.backends.torch.state.classes import build
@@ -27,8 +24,8 @@ from deltacheck.backends.torch.state.optimizers import (
 )
 from deltacheck.leaf import tree
 from deltacheck.restore.content import check_budget
-from deltacheck.restore.fill import StepReader
 from deltacheck.restore.resolve import needed_by
+from deltacheck.restore.values import StepReader
 from deltacheck.store.manifest import Manifest
 
 
@@ -104,11 +101,5 @@ class TwoStages:
     ) -> dict[str, object]:
         """Read leaves, fill their targets and return them, by path of the target."""
         values = {path: self._target.arrays[path] for path in saved_paths}
-
-        def memory() -> dict[str, NDArray[np.uint8]]:
-            settle_reads()
-            parts = {saved_paths[path]: leaves.memory_of(value) for path, value in values.items()}
-            return {path: array for path, array in parts.items() if array is not None}
-
-        loaded = self._reader.whole(list(dict.fromkeys(saved_paths.values())), into=memory)
-        return leaves.filled(values, {path: loaded[saved_paths[path]] for path in values})
+        paths = list(dict.fromkeys(saved_paths.values()))
+        return leaves.read_into(values, self._reader, saved_paths, settle_reads, paths)

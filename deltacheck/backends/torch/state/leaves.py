@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import NoReturn
 
@@ -23,7 +23,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node, shape_in
 from deltacheck.restore.buffers import copy_all
 from deltacheck.restore.content import Loaded, as_array
-from deltacheck.restore.values import unshared_paths
+from deltacheck.restore.values import StepReader, unshared_paths
 
 # torch has these dtypes, but no operation on them, not even a copy.
 _NO_COPY = {
@@ -196,7 +196,7 @@ def bytes_of(value: object) -> NDArray[np.uint8]:
     return flat
 
 
-def memory_of(value: object) -> NDArray[np.uint8] | None:
+def _memory_of(value: object) -> NDArray[np.uint8] | None:
     """Return the memory of a leaf, uint8 1-D, to be written to.
 
     Return ``None`` if its bytes are not on the host in C order, or if it has none.
@@ -285,30 +285,46 @@ def fill(value: torch.Tensor, item: Loaded) -> None:
             copyable(value).copy_(copyable(restored))
 
 
-def filled(values: Mapping[str, object], loaded: Mapping[str, Loaded]) -> dict[str, object]:
-    """Return the leaves of a restore target with the restored content, by path.
+def read_into(
+    values: Mapping[str, object],
+    reader: StepReader,
+    saved_paths: Mapping[str, str],
+    settle_reads: Callable[[], None],
+    paths: Sequence[str] | None = None,
+) -> dict[str, object]:
+    """Read leaves and return those of a restore target with the restored content, by path.
 
     Tensors and arrays are filled in place; NumPy scalars are immutable and made anew.
 
     Args:
         values: The leaves of the target.
-        loaded: The content of each, which has its shape and dtype.
+        reader: Reads the step.
+        saved_paths: The leaf of the step for each, which has its shape and dtype.
+        settle_reads: Called before the first tensor is written to, which a save may still read.
+        paths: The leaves to read; ``None``: all of the step.
     """
+
+    def memory() -> dict[str, NDArray[np.uint8]]:
+        settle_reads()
+        parts = {saved_paths[path]: _memory_of(value) for path, value in values.items()}
+        return {path: array for path, array in parts.items() if array is not None}
+
+    loaded = reader.whole(paths, into=memory)
     result = dict(values)
     copies, tensors = [], []
     for path, value in values.items():
-        item = loaded[path]
+        item = loaded[saved_paths[path]]
         if isinstance(value, np.ndarray):
             np.copyto(value, as_array(item))
         elif not isinstance(value, torch.Tensor):
             result[path] = as_array(item)[()]
-        elif (memory := memory_of(value)) is None:
+        elif (place_of := _memory_of(value)) is None:
             fill(value, item)
         else:
             _dtype_of(item.spec, _form_of(value.dtype)[1])
             tensors.append(value)
-            if memory.ctypes.data != item.data.ctypes.data:  # else it was decoded there
-                copies.append((memory, item.data))
+            if place_of.ctypes.data != item.data.ctypes.data:  # else it was decoded there
+                copies.append((place_of, item.data))
     # A copy of torch would keep its threads waiting actively for each other at every tensor.
     copy_all(copies)
     # torch has not seen these writes.

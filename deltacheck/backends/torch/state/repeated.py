@@ -21,7 +21,8 @@ from deltacheck.backends.numpy_leaves import specs_of
 from deltacheck.backends.torch.state import leaves
 from deltacheck.codec import fingerprints
 from deltacheck.codec.base import U64
-from deltacheck.codec.object_loops import load_ahead, matching_children, read_numbers
+from deltacheck.codec.extension import native
+from deltacheck.codec.object_loops import read_numbers
 from deltacheck.errors import UnsupportedLeaf
 from deltacheck.leaf.outline import Outline, chosen
 from deltacheck.leaf.spec import LeafSpec
@@ -264,7 +265,7 @@ class _KnownStructure:
             flat_state: The same state, flattened.
             is_host: As in ``Flattener``.
         """
-        outline = Outline.of(state, flat_state.skeleton, matching_children())
+        outline = Outline.of(state, flat_state.skeleton, native.matching_children)
         outlined = None if outline is None else outline.match(state)
         if outline is None or outlined is None:
             return None
@@ -318,10 +319,10 @@ class _KnownStructure:
         may_move, begin = False, 0
         # While a block is read, the records of the next one are loaded.
         for lines in self._lines[:1]:
-            load_ahead(lines)
+            native.load_ahead(lines)
         next_lines = [*self._lines[1:], _NO_LINES]
         for block, forms, lines in zip(_blocks(tensors), self._forms, next_lines, strict=False):
-            load_ahead(lines)
+            native.load_ahead(lines)
             if not forms.match(block):
                 return None
             end = begin + len(block)

@@ -16,13 +16,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from deltacheck.backends.torch.state import leaves
 from deltacheck.codec.base import U8
 from deltacheck.errors import UnsupportedLeaf
-from deltacheck.leaf import sharding, tree
+from deltacheck.leaf import tree
 from deltacheck.leaf.instances import name_of
-from deltacheck.leaf.sharding import HeldShards, whole
+from deltacheck.leaf.sharding import HeldShards
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.leaf.tiles import Box, Cuts
+from deltacheck.leaf.tiles import Box, Cuts, inside, whole
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
-from deltacheck.restore.fill import leaf_of_box
+from deltacheck.restore.values import leaf_of_box
 from deltacheck.save.ranks.group import DensePart, own_tiles, pieces_held
 from deltacheck.save.treatment.signals import HeldState
 
@@ -269,7 +269,7 @@ def _cut(piece: DensePart, box: Box) -> object:
     if piece.box == box:
         return piece.values
     assert isinstance(piece.values, torch.Tensor | np.ndarray)  # scalars are never cut
-    return piece.values[sharding.inside(box, piece.box)]
+    return piece.values[inside(box, piece.box)]
 
 
 def fill(piece: DensePart, spec: LeafSpec, array: NDArray[Any]) -> object:

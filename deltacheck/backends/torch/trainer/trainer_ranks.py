@@ -10,8 +10,8 @@ from deltacheck.backends.torch.state import leaves
 from deltacheck.backends.torch.trainer.checkpoint_files import Files
 from deltacheck.leaf import tree
 from deltacheck.restore import damage
-from deltacheck.restore.fill import StepReader
 from deltacheck.restore.resolve import require_leaves
+from deltacheck.restore.values import StepReader
 from deltacheck.store.manifest import Manifest
 
 
@@ -77,7 +77,7 @@ class TrainerRanks:
 
     def manifest(self, step: int) -> Manifest:
         """Return the manifest of a step, the same on every rank."""
-        root, manifest = self._engine._session.find(step)
+        root, manifest = self._engine._session.roots.find(step)
         return manifest if self._group is None else self._group.manifest(root, step)
 
     def continue_chains(self, state: Callable[[], Any]) -> None:
@@ -93,7 +93,7 @@ class TrainerRanks:
             self._group.resume(self._engine._saver, reader, flat)
 
     def _read(self, step: int, keys: Iterable[str] | None, *, keep: bool) -> tuple[StepReader, Any]:
-        root, manifest = self._engine._session.find(step)
+        root, manifest = self._engine._session.roots.find(step)
         if self._group is None:
             return _read_whole(StepReader(root, manifest, keep=keep), keys)
         manifest = self._group.manifest(root, step)
