@@ -20,8 +20,9 @@ from benchmarks import states
 from benchmarks.record import Cell, Result, Table, Unit
 from benchmarks.states import State
 from deltacheck.backends.torch import Engine
+from deltacheck.backends.torch.group import restores
 from deltacheck.backends.torch.state import leaves
-from deltacheck.restore import deltas, fill, read
+from deltacheck.restore import deltas, read
 from deltacheck.restore.chain import resolve_chains
 from deltacheck.store.files import native_files
 from deltacheck.store.files.background import carried_out
@@ -30,7 +31,7 @@ from deltacheck.store.roots.opening import open_root
 
 # Headings, and the functions that begin and end them. None calls another one.
 _PHASES: dict[str, tuple[Any, str]] = {
-    "tables": (fill, "resolve_leaves"),
+    "tables": (restores, "resolve_leaves"),
     "keyframes": (read, "_start_keyframes"),
     "read deltas": (deltas, "Reading"),
     "decode deltas": (deltas, "_decode"),
