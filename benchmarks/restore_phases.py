@@ -20,9 +20,8 @@ from benchmarks import states
 from benchmarks.record import Cell, Result, Table, Unit
 from benchmarks.states import State
 from deltacheck.backends.torch import Engine
-from deltacheck.backends.torch.group import restores
 from deltacheck.backends.torch.state import leaves
-from deltacheck.restore import deltas, read
+from deltacheck.restore import deltas, read, values
 from deltacheck.restore.chain import resolve_chains
 from deltacheck.store.files import native_files
 from deltacheck.store.files.background import carried_out
@@ -31,7 +30,7 @@ from deltacheck.store.roots.opening import open_root
 
 # Headings, and the functions that begin and end them. None calls another one.
 _PHASES: dict[str, tuple[Any, str]] = {
-    "tables": (restores, "resolve_leaves"),
+    "tables": (values, "resolve_leaves"),
     "keyframes": (read, "_start_keyframes"),
     "read deltas": (deltas, "Reading"),
     "decode deltas": (deltas, "_decode"),
