@@ -88,7 +88,7 @@ class CopiedLeaves(Mapping[str, HeldLeaf]):
         self._memory = memory
         self._claim = claim
         self._device_of = {
-            path: device for device, some in residents.items() for path in some.paths
+            path: device for device, group in residents.items() for path in group.paths
         }
         self._leaves: dict[str, HeldLeaf] | None = None
 
@@ -96,9 +96,9 @@ class CopiedLeaves(Mapping[str, HeldLeaf]):
         if self._leaves is None:
             self._leaves = {
                 path: HeldLeaf(device, content, (), self._claim)
-                for device, some in self._residents.items()
+                for device, group in self._residents.items()
                 for path, content in zip(
-                    some.paths, parts_of(self._memory[device], some.layout), strict=True
+                    group.paths, parts_of(self._memory[device], group.layout), strict=True
                 )
             }
         return self._leaves[path]
@@ -138,22 +138,22 @@ class DeviceLeaves:
             guarded: The tensors that may be read after ``save`` has returned.
         """
         residents = self._residents(flat)
-        for device, some in residents.items():
+        for device, group in residents.items():
             # Decided once, because later the shadows themselves take up the memory.
             if device not in self._has_shadows:
-                self._has_shadows[device] = self._decide(device, int(some.layout.sizes.sum()))
+                self._has_shadows[device] = self._decide(device, int(group.layout.sizes.sum()))
         copies = self._copied_as_a_whole(flat, residents)
         if copies is not None:
             return copies
         held = {}
-        for device, some in residents.items():
+        for device, group in residents.items():
             contents = {
                 path: leaves.flat_bytes(flat.arrays[path])  # type: ignore[arg-type]
-                for path in some.paths
+                for path in group.paths
             }
-            aliases = {path: guarded.watched(flat.arrays[path]) for path in some.paths}
-            _copy(device, contents, [path for path in some.paths if not aliases[path]])
-            for path in some.paths:
+            aliases = {path: guarded.watched(flat.arrays[path]) for path in group.paths}
+            _copy(device, contents, [path for path in group.paths if not aliases[path]])
+            for path in group.paths:
                 held[path] = HeldLeaf(device, contents[path], aliases[path], None)
         return held
 
@@ -199,14 +199,16 @@ class DeviceLeaves:
         self, flat: Flat, residents: Mapping[Accelerator, _Residents]
     ) -> CopiedLeaves | None:
         """Return copies of all leaves; ``None`` if there is not enough memory."""
-        claim = self._spare.claim({device: some.layout.total for device, some in residents.items()})
+        claim = self._spare.claim(
+            {device: group.layout.total for device, group in residents.items()}
+        )
         if claim is None:
             return None
         memory = {}
         try:
-            for device, some in residents.items():
+            for device, group in residents.items():
                 device.begin()
-                memory[device] = copied(device, some.memory_of(flat), some.layout)
+                memory[device] = copied(device, group.memory_of(flat), group.layout)
                 # The training may write to these leaves as soon as ``save`` has returned.
                 device.hold()
         except torch.OutOfMemoryError as error:
