@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.demo.savers import open_saver
@@ -22,17 +21,12 @@ from deltacheck.evaluate.workload import Factory
 
 def observe(plan: WayPlan, folder: Path, factory: Factory) -> None:
     """Perform the runs that are not killed, and leave the last state of the first one."""
-    for seed in plan.unkilled_seeds():
-        run = WorkerRun(factory, seed)
-        run.train_until(plan.steps)
+
+    def keep(run: WorkerRun, seed: int) -> None:
         if seed == plan.first_seed:
-            report("framework", name=run.backend.FRAMEWORK, peer=run.backend.PEER)
             run.backend.peer_save(run.workload.state(), folder / FINAL_STATE)
-        report("unkilled", ending=asdict(run.ending(seed)))
-    repeat = WorkerRun(factory, plan.first_seed)
-    repeat.train_until(plan.steps)
-    report("repeat", ending=asdict(repeat.ending(plan.first_seed)))
-    worker.save(plan, folder, factory)
+
+    worker.observe(plan, folder, factory, keep)
 
 
 def save_until_killed(plan: WayPlan, folder: Path, factory: Factory, kill: Kill) -> None:

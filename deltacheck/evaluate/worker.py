@@ -105,11 +105,16 @@ class WorkerRun:
         return None if rate is None else float(rate)
 
 
-def observe(plan: EvaluationPlan, folder: Path, factory: Factory) -> None:
+def observe(
+    plan: EvaluationPlan,
+    folder: Path,
+    factory: Factory,
+    keep: Callable[[WorkerRun, int], None] = lambda run, seed: None,
+) -> None:
     """Run all that is not killed, one after the other.
 
     These are the runs of every seed, a repeat of the first seed, and a run of the first seed with
-    checkpoints.
+    checkpoints. ``keep`` is called with each run of a seed at its end, and the seed.
     """
     first = plan.first_seed
     for seed in plan.unkilled_seeds():
@@ -120,6 +125,7 @@ def observe(plan: EvaluationPlan, folder: Path, factory: Factory) -> None:
         if seed == first and plan.profile == MEASURED:
             _profile(run, plan).write(folder / PROFILE)
         _train_and_keep_weights(run, plan, folder, seed)
+        keep(run, seed)
         report("unkilled", ending=asdict(run.ending(seed)))
     # The repeat shows if the run is deterministic. Only then are resumed runs compared in bits.
     repeat = WorkerRun(factory, first)

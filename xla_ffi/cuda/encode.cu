@@ -190,7 +190,8 @@ __device__ inline uint32_t differing_words(const uint4& current, const uint4& ba
   return static_cast<uint32_t>((x | y) != 0) | static_cast<uint32_t>((z | w) != 0) << 1;
 }
 
-// Compares the units of this thread and holds the bits of the changed words.
+// Compares the units of this thread and holds the bits of the changed words. The loads are those of
+// `load_units`, whose calls for tiles that are not aligned would spill 160 bytes of registers here.
 template <int W>
 __device__ inline PerUnit changed_words(const Tile<W>& tile) {
   PerUnit changed = 0;

@@ -60,7 +60,7 @@ class Capture:
             if sources is not None:
                 return sources
         specs = flat.specs if isinstance(flat, KnownFlat) else dict(sorted(specs_of(flat).items()))
-        on_devices = self._device_leaves.held(flat, guarded)
+        on_devices = self._device_leaves.held(flat, specs, guarded)
         on_host = self._on_host(flat, guarded, specs, on_devices)
         make = partial(self._made, specs, on_devices, on_host)
         is_own = all(source.is_own for source in on_host.values()) and (

@@ -51,14 +51,15 @@ def copied(device: Accelerator, sources: Sequence[torch.Tensor], layout: Layout)
     Returns:
         Memory that belongs to the side stream, uint8, with the copies.
     """
-    addresses = np.empty(len(sources), np.uint64)
-    read_numbers(list(sources), torch.Tensor.data_ptr, addresses)
     with device.aside() as stream:
         memory = device.empty(layout.total)
+        # Without a device encoder, torch copies.
         if device.native is None:
             for part, source in zip(parts_of(memory, layout), sources, strict=True):
                 part.copy_(leaves.viewed(source.detach()), non_blocking=True)
         else:
+            addresses = np.empty(len(sources), np.uint64)
+            read_numbers(list(sources), torch.Tensor.data_ptr, addresses)
             # One call for all of them: tensors of the bytes of each leaf and of its copy would take
             # several times as long as the launch of the copy.
             device.native.copy(

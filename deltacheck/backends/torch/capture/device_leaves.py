@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, cast
 
 import torch
 
@@ -13,16 +14,14 @@ from deltacheck.backends.torch.capture import tensor_codec as codec
 from deltacheck.backends.torch.capture import windows
 from deltacheck.backends.torch.capture.device import Accelerator
 from deltacheck.backends.torch.capture.device_copies import Layout, copied, parts_of
-from deltacheck.backends.torch.capture.guard import Guarded
+from deltacheck.backends.torch.capture.guard import PLAIN, Guarded
 from deltacheck.backends.torch.state import leaves
-from deltacheck.backends.torch.state.repeated import KnownFlat
+from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.job.spare_memory import SpareMemory
 
 log = logging.getLogger("deltacheck")
 
-# Tensors of these classes have memory of their own.
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
 # Device shadows are chosen only if so much of the memory that they need is free, because training
 # must not run out of memory.
 _SPARE = 1.1
@@ -58,19 +57,20 @@ class _Residents:
     plain: list[bool]
     layout: Layout
 
-    def memory_of(self, flat: Flat) -> list[torch.Tensor]:
-        """Return tensors whose memory is the bytes of the leaves."""
-        values: list[torch.Tensor] = [flat.arrays[path] for path in self.paths]  # type: ignore[misc]
-        if all(self.plain):
-            return values
+    def values_in(self, flat: Flat) -> list[torch.Tensor]:
+        """Return the leaves as they are in a state."""
+        return cast("list[torch.Tensor]", [flat.arrays[path] for path in self.paths])
+
+    def memory_in(self, flat: Flat) -> list[torch.Tensor]:
+        """Return tensors whose memory is the bytes of the leaves as they are in a state."""
         return [
             value if plain else leaves.flat_bytes(value)
-            for value, plain in zip(values, self.plain, strict=True)
+            for value, plain in zip(self.values_in(flat), self.plain, strict=True)
         ]
 
 
 class CopiedLeaves(Mapping[str, HeldLeaf]):
-    """Copies of leaves, whose tensors are made when they are looked up.
+    """Copies of leaves, whose tensors are made when one is looked up.
 
     Args:
         residents: The leaves of each accelerator.
@@ -87,30 +87,29 @@ class CopiedLeaves(Mapping[str, HeldLeaf]):
         self._residents = residents
         self._memory = memory
         self._claim = claim
-        self._device_of = {
-            path: device for device, group in residents.items() for path in group.paths
+        self._paths = frozenset(path for group in residents.values() for path in group.paths)
+
+    @cached_property
+    def _by_path(self) -> dict[str, HeldLeaf]:
+        return {
+            path: HeldLeaf(device, content, (), self._claim)
+            for device, group in self._residents.items()
+            for path, content in zip(
+                group.paths, parts_of(self._memory[device], group.layout), strict=True
+            )
         }
-        self._leaves: dict[str, HeldLeaf] | None = None
 
     def __getitem__(self, path: str) -> HeldLeaf:
-        if self._leaves is None:
-            self._leaves = {
-                path: HeldLeaf(device, content, (), self._claim)
-                for device, group in self._residents.items()
-                for path, content in zip(
-                    group.paths, parts_of(self._memory[device], group.layout), strict=True
-                )
-            }
-        return self._leaves[path]
+        return self._by_path[path]
 
     def __contains__(self, path: object) -> bool:
-        return path in self._device_of
+        return path in self._paths
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._device_of)
+        return iter(self._by_path)
 
     def __len__(self) -> int:
-        return len(self._device_of)
+        return len(self._paths)
 
 
 class DeviceLeaves:
@@ -125,9 +124,12 @@ class DeviceLeaves:
         self._shadow = shadow
         self._spare: SpareMemory[Accelerator] = SpareMemory(_unreserved_bytes, most_bytes)
         self._has_shadows: dict[Accelerator, bool] = {}
+        # The specs of the last save, and its leaves.
         self._last: tuple[object, dict[Accelerator, _Residents]] = (None, {})
 
-    def held(self, flat: Flat, guarded: Guarded) -> Mapping[str, HeldLeaf]:
+    def held(
+        self, flat: Flat, specs: Mapping[str, LeafSpec], guarded: Guarded
+    ) -> Mapping[str, HeldLeaf]:
         """Return the leaves on accelerators, by path.
 
         Unguarded leaves are copied at once, in stream order. If there is memory, all leaves are:
@@ -135,9 +137,10 @@ class DeviceLeaves:
 
         Args:
             flat: The state.
+            specs: The specs of its leaves, by path.
             guarded: The tensors that may be read after ``save`` has returned.
         """
-        residents = self._residents(flat)
+        residents = self._find(flat, specs)
         for device, group in residents.items():
             # Decided once, because later the shadows themselves take up the memory.
             if device not in self._has_shadows:
@@ -145,36 +148,35 @@ class DeviceLeaves:
         copies = self._copied_as_a_whole(flat, residents)
         if copies is not None:
             return copies
-        held = {}
+        held: dict[str, HeldLeaf] = {}
         for device, group in residents.items():
-            contents = {
-                path: leaves.flat_bytes(flat.arrays[path])  # type: ignore[arg-type]
-                for path in group.paths
-            }
-            aliases = {path: guarded.watched(flat.arrays[path]) for path in group.paths}
-            _copy(device, contents, [path for path in group.paths if not aliases[path]])
-            for path in group.paths:
-                held[path] = HeldLeaf(device, contents[path], aliases[path], None)
+            values = dict(zip(group.paths, group.values_in(flat), strict=True))
+            contents = {path: leaves.flat_bytes(value) for path, value in values.items()}
+            aliases = {path: guarded.watched(value) for path, value in values.items()}
+            if unguarded := [path for path in values if not aliases[path]]:
+                sources = [contents[path] for path in unguarded]
+                layout = Layout.of([source.numel() for source in sources])
+                copies_of = parts_of(_copied_in_order(device, sources, layout), layout)
+                contents |= zip(unguarded, copies_of, strict=True)
+            held |= {path: HeldLeaf(device, contents[path], aliases[path], None) for path in values}
         return held
 
-    def _residents(self, flat: Flat) -> dict[Accelerator, _Residents]:
+    def _find(self, flat: Flat, specs: Mapping[str, LeafSpec]) -> dict[Accelerator, _Residents]:
         """Return the leaves of each accelerator."""
-        # A known structure has the same specs at each save, and leaves of the same forms, on the
-        # same devices.
-        specs = flat.specs if isinstance(flat, KnownFlat) else None
-        if specs is not None and self._last[0] is specs:
+        # States of a known structure have the same specs at each save: this very mapping. Their
+        # leaves have the same forms, on the same devices.
+        if self._last[0] is specs:
             return self._last[1]
         paths: dict[Accelerator, dict[str, torch.Tensor]] = {}
         for path, value in flat.arrays.items():
-            if isinstance(value, torch.Tensor):
-                device = codec.accelerator_of(value)
-                if device is not None:
-                    paths.setdefault(device, {})[path] = value
+            device = codec.accelerator_of(value) if isinstance(value, torch.Tensor) else None
+            if device is not None:
+                paths.setdefault(device, {})[path] = cast("torch.Tensor", value)
         residents = {
             device: _Residents(
                 list(values),
-                [type(value) in _PLAIN and leaves.is_plain(value) for value in values.values()],
-                Layout.of([leaves.flat_bytes(value).numel() for value in values.values()]),
+                [type(value) in PLAIN and leaves.is_plain(value) for value in values.values()],
+                Layout.of([specs[path].raw_bytes for path in values]),
             )
             for device, values in paths.items()
         }
@@ -199,18 +201,14 @@ class DeviceLeaves:
         self, flat: Flat, residents: Mapping[Accelerator, _Residents]
     ) -> CopiedLeaves | None:
         """Return copies of all leaves; ``None`` if there is not enough memory."""
-        claim = self._spare.claim(
-            {device: group.layout.total for device, group in residents.items()}
-        )
+        sizes = {device: group.layout.total for device, group in residents.items()}
+        claim = self._spare.claim(sizes)
         if claim is None:
             return None
         memory = {}
         try:
             for device, group in residents.items():
-                device.begin()
-                memory[device] = copied(device, group.memory_of(flat), group.layout)
-                # The training may write to these leaves as soon as ``save`` has returned.
-                device.hold()
+                memory[device] = _copied_in_order(device, group.memory_in(flat), group.layout)
         except torch.OutOfMemoryError as error:
             # Another process may have taken the memory.
             log.warning("training waits until this save has read the state: %s", str(error))
@@ -235,16 +233,15 @@ class DeviceLeaves:
         return False
 
 
-def _copy(device: Accelerator, contents: dict[str, torch.Tensor], paths: Sequence[str]) -> None:
-    """Put copies in the place of some contents, in the order of the training's work."""
-    if not paths:
-        return
+def _copied_in_order(
+    device: Accelerator, sources: Sequence[torch.Tensor], layout: Layout
+) -> torch.Tensor:
+    """Return copies as ``copied`` does, made in the order of the training's work."""
     device.begin()
-    sources = [contents[path] for path in paths]
-    layout = Layout.of([source.numel() for source in sources])
-    contents.update(zip(paths, parts_of(copied(device, sources, layout), layout), strict=True))
+    memory = copied(device, sources, layout)
     # The training may write to these leaves as soon as ``save`` has returned.
     device.hold()
+    return memory
 
 
 def _unreserved_bytes(device: Accelerator) -> int:

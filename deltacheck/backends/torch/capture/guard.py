@@ -38,7 +38,7 @@ from deltacheck.codec.object_loops import read_numbers
 from deltacheck.errors import SnapshotTorn
 
 # Tensors of these classes have storages of their own.
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
+PLAIN = {torch.Tensor, torch.nn.Parameter}
 _NUMBERS = {int, float, bool, type(None)}
 # So many sets of addresses are kept apart until the saves have read them.
 _MOST_SETS = 8
@@ -330,8 +330,8 @@ class _Owned:
         """
         kinds = set(map(type, values))
         # The usual case, in calls that loop in C.
-        if kinds <= _PLAIN | _NUMBERS:
-            tensors = values if kinds <= _PLAIN else [v for v in values if type(v) in _PLAIN]
+        if kinds <= PLAIN | _NUMBERS:
+            tensors = values if kinds <= PLAIN else [v for v in values if type(v) in PLAIN]
             # A sparse tensor has no storage.
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 return self._of_plain(tensors, leaves)
