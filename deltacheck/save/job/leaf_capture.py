@@ -318,7 +318,13 @@ class LeafCapture:
             self._progress.mark_reads_enqueued()
 
         jobs = [
-            GroupJob(m.current, m.state.base, m.state.bounds, m.state.spec.word_bytes)
+            GroupJob(
+                m.current,
+                m.state.base,
+                m.state.bounds,
+                m.state.spec.word_bytes,
+                _is_ordered(self._setup.policy, m.state),
+            )
             for m in group
         ]
         for batch in codec.encode_group(jobs, self._parts.make_room, check_reads):

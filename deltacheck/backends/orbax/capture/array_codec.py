@@ -131,7 +131,7 @@ class LeafCodec:
         parts.sort(key=lambda part: part.job.current.device.id)
         yield from self._by_xla(jobs, parts, make_room)
         for number in host_jobs:
-            current, base, bounds, word_bytes, ordered = jobs[number]
+            current, base, bounds, word_bytes, ordered, _ = jobs[number]
             # At most the whole leaf: no chunk is stored in more than its own bytes.
             make_room(bounds[-1].item() * word_bytes)
             encoded, base = self.encode(current, base, bounds, word_bytes, ordered=ordered)
@@ -167,7 +167,7 @@ class LeafCodec:
                 base.addressable_shards[shard].data,
             )
             parts.append(
-                _Part(number, first, GroupJob(current, base_shard, bounds, job.word_bytes))
+                _Part(number, first, job._replace(current=current, base=base_shard, bounds=bounds))
             )
         return parts
 

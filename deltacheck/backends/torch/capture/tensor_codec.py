@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltacheck.backends.torch.capture import windows
+from deltacheck.backends.torch.capture import self_test, windows
 from deltacheck.backends.torch.capture.device import Accelerator
 from deltacheck.backends.torch.capture.staging import Staging
 from deltacheck.codec import default_codec
@@ -146,7 +146,7 @@ def _cuda(index: int) -> Accelerator:
         )
         return Accelerator(device, None)
     accelerator = Accelerator(device, _native_cuda)
-    problem = windows.defect(accelerator)
+    problem = self_test.defect(accelerator)
     if problem:
         log.warning("%s: its tensors are encoded in host memory: %s", device, problem)
         # A device that fails the test encodes on the host, so that no save depends on wrong bits.
@@ -169,7 +169,7 @@ def self_tests() -> dict[str, str]:
         Accelerator(torch.device("cuda", index), _native_cuda)
         for index in range(torch.cuda.device_count())
     ]
-    return {device.name: windows.defect(device) for device in devices}
+    return {device.name: self_test.defect(device) for device in devices}
 
 
 def device_of(tensor: torch.Tensor) -> Accelerator:
