@@ -18,13 +18,24 @@ import torch
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from benchmarks.rivals import BLOCKING_SECONDS, EXACT, OursTorch, Rival, TorchSave
 from deltacheck.backends.torch.capture import tensor_codec, windows
-from deltacheck.codec.base import METHOD_NAMES, ROW_METHOD, STREAMS, GroupJob
+from deltacheck.codec import adam_law
+from deltacheck.codec.base import (
+    GRADIENT_LAW,
+    LAW_PARTS,
+    METHOD_NAMES,
+    ROW_METHOD,
+    STREAMS,
+    GroupJob,
+)
 
 REPETITIONS = 9
 CHUNK_BYTES = 1 << 20
 DENSITIES = (0.0, 0.001, 0.02, 0.1, 1.0)
 
-_WORDS = {"bfloat16": torch.int16, "float32": torch.int32}
+_WORDS = {"bfloat16": torch.int16, "bfloat16, ordered": torch.int16, "float32": torch.int32}
+_GROUP = "float32, by the law"
+# How often the bytes of an ordered chunk and of one with a law count in a workspace.
+_ORDERED_PIECES = 3
 
 ENCODE_AT_LEAST = 0.70  # of the copy bandwidth, at 2 % of bfloat16
 DENSE_AT_LEAST = 0.75  # planes of float32, all changed
@@ -97,14 +108,15 @@ def _encoding(device: Any, size: int, place: str) -> tuple[list[list[Cell]], lis
     copy_bandwidth = 2 * size / _seconds(place, lambda: target.copy_(source))
     rows: list[list[Cell]] = []
     figures = []
-    for name in _WORDS:
-        for density in DENSITIES:
+    for name in (*_WORDS, _GROUP):
+        for density in DENSITIES if name in _WORDS else (1.0,):
             job = _job(name, density, size, place)
             base = job.base
             original = base.clone()
             device.begin()
             # No group if nothing changed.
-            groups = list(windows.encode(device, [job], size, lambda used: None, lambda: None))
+            window = _ORDERED_PIECES * size
+            groups = list(windows.encode(device, [job], window, lambda used: None, lambda: None))
             encoded = [group.encoded for group in groups]
             streams = sum(stream.size for part in encoded for stream in part.streams.values())
             names = {METHOD_NAMES[m] for part in encoded for m in part.rows[:, ROW_METHOD]}
@@ -149,16 +161,37 @@ def encoded_once(device: Any, size: int, place: str, name: str, density: float) 
     """Encode a state once, for a profiler."""
     job = _job(name, density, size, place)
     device.begin()
-    for _ in windows.encode(device, [job], size, lambda used: None, lambda: None):
+    window = _ORDERED_PIECES * size
+    for _ in windows.encode(device, [job], window, lambda used: None, lambda: None):
         pass
 
 
 def _job(name: str, density: float, size: int, place: str) -> GroupJob:
+    if name == _GROUP:
+        return _group(size, place)
     current, base = _state(_WORDS[name], density, size, place)
     width = _WORDS[name].itemsize
     # A small state in a rehearsal is one chunk.
     bounds = np.arange(0, size + 1, min(size, CHUNK_BYTES), np.uint64) // np.uint64(width)
-    return GroupJob(current, base, bounds, width)
+    return GroupJob(current, base, bounds, width, ordered=name == "bfloat16, ordered")
+
+
+def _group(size: int, place: str) -> GroupJob:
+    """Return weights, m and v of float32 in blocks, one step of AdamW after their base."""
+    random = torch.Generator(place).manual_seed(7)
+    block = min(adam_law.MOST_BLOCK, size // (4 * LAW_PARTS))
+    shape = (size // (4 * LAW_PARTS * block), block)
+    w, m, v, g = (torch.randn(shape, generator=random, device=place) for _ in range(4))
+    w, m, v, g = 0.02 * w, 1e-3 * m, 1e-6 * v * v, (1e-3 * g).bfloat16().float()
+    law = adam_law.Law(GRADIENT_LAW, mean=2, square=2, eps=1e-8, rate=-1e-6)
+    base = torch.stack((w, m, v), 1)
+    m = law.beta1 * m + (1 - law.beta1) * g
+    v = law.beta2 * v + (1 - law.beta2) * (g * g)
+    current = torch.stack((w + law.rate * (m / (v.sqrt() + law.eps)), m, v), 1)
+    words = LAW_PARTS * block
+    bounds = np.arange(0, base.numel() + 1, words, np.uint64)
+    now, before = (group.reshape(-1).view(torch.uint8) for group in (current, base))
+    return GroupJob(now, before, bounds, 4, law=(law.method, law.content()))
 
 
 def _state(
@@ -189,11 +222,17 @@ def _kernels(
         np.uint64(job.base.data_ptr()) + offsets,
     )
     table["words"], table["word_bytes"] = np.diff(job.bounds), job.word_bytes
+    table["ordered"] = job.ordered
     total, chunks = job.current.numel(), table.size
+    scratch_bytes = total
+    if job.law is not None:
+        table["method"], table["law"] = job.law[0], np.void(job.law[1])
+    if job.ordered or job.law is not None:
+        scratch_bytes *= _ORDERED_PIECES
     host_table = device.pinned(table.nbytes)
     host_table.numpy()[:] = table.view(np.uint8)
     workspace = torch.empty(
-        device.native.workspace_bytes(chunks, total), dtype=torch.uint8, device=place
+        device.native.workspace_bytes(chunks, scratch_bytes), dtype=torch.uint8, device=place
     )
     payload = torch.empty(total, dtype=torch.uint8, device=place)
     small = torch.empty(3, chunks * 32 + len(STREAMS) * 8 + 1024, dtype=torch.uint8, device=place)
@@ -202,7 +241,7 @@ def _kernels(
         device.native.encode(
             table=host_table.data_ptr(),
             chunks=chunks,
-            bytes=total,
+            bytes=scratch_bytes,
             workspace=workspace.data_ptr(),
             rows=small[0].data_ptr(),
             head=small[1].data_ptr(),

@@ -131,11 +131,11 @@ namespace emulator {
 constexpr uint32_t kWarp = 32;
 constexpr size_t kStackBytes = 64 << 10;
 
-enum class Wait : uint8_t { kNothing, kBarrier, kShuffle, kVote, kWarpBarrier };
+enum class Wait : uint8_t { kNothing, kBarrier, kShuffle, kVote, kMatch, kWarpBarrier };
 
 inline const char* name_of(Wait wait) {
-  constexpr const char* kNames[] = {"nothing", "a barrier", "a shuffle", "a vote",
-                                    "a warp's barrier"};
+  constexpr const char* kNames[] = {"nothing", "a barrier", "a shuffle",
+                                    "a vote",  "a match",   "a warp's barrier"};
   return kNames[static_cast<int>(wait)];
 }
 
@@ -346,7 +346,9 @@ class Machine {
       progress();
       for (uint32_t i = 0; i < kWarp; ++i) {
         if ((lanes >> i & 1) == 0) continue;
-        warp[i].result = kind == Wait::kVote ? votes : warp[warp[i].source].value;
+        warp[i].result = kind == Wait::kVote    ? votes
+                         : kind == Wait::kMatch ? lanes_like(warp, lanes, i)
+                                                : warp[warp[i].source].value;
       }
       for (uint32_t i = 0; i < kWarp; ++i) {
         if ((lanes >> i & 1) == 0) continue;
@@ -356,6 +358,15 @@ class Machine {
     }
     leave();
     return fiber_->result;
+  }
+
+  // Returns the lanes whose value is that of a lane.
+  static uint64_t lanes_like(const Fiber* warp, uint32_t lanes, uint32_t lane) {
+    uint64_t alike = 0;
+    for (uint32_t i = 0; i < kWarp; ++i) {
+      if ((lanes >> i & 1) != 0) alike |= uint64_t{warp[i].value == warp[lane].value} << i;
+    }
+    return alike;
   }
 
   // Switches to another fiber now and then.
@@ -608,12 +619,8 @@ inline uint32_t __ballot_sync(uint32_t lanes, int vote) {
 }
 // Returns the lanes that have the same value.
 inline uint32_t __match_any_sync(uint32_t lanes, uint32_t value) {
-  uint32_t same = lanes;
-  for (uint32_t bit = 0; bit < 32; ++bit) {
-    const uint32_t with = __ballot_sync(lanes, value >> bit & 1);
-    same &= (value >> bit & 1) != 0 ? with : ~with;
-  }
-  return same;
+  return static_cast<uint32_t>(
+      emulator::Machine::running()->warp(emulator::Wait::kMatch, lanes, value, 0));
 }
 inline int __any_sync(uint32_t lanes, int vote) { return __ballot_sync(lanes, vote) != 0; }
 inline int __all_sync(uint32_t lanes, int vote) { return __ballot_sync(lanes, vote) == lanes; }

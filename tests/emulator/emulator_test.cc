@@ -60,6 +60,8 @@ void half_warps(uint32_t* out) {
   __syncwarp(mask);
   const uint32_t odd = __ballot_sync(mask, lane % 2);
   CHECK(odd == (mask & 0xaaaaaaaau));
+  CHECK(__match_any_sync(kAllLanes, lane % 3) == 0x49249249u << lane % 3);
+  CHECK(__match_any_sync(mask, lane / 16 + lane % 2) == (lane % 2 ? odd : mask & ~odd));
   CHECK(__shfl_up_sync(kAllLanes, lane, 1) == (lane == 0 ? 0 : lane - 1));
   CHECK(__shfl_down_sync(kAllLanes, lane, 2) == (lane >= 30 ? lane : lane + 2));
   CHECK(__any_sync(kAllLanes, lane == 7) && !__all_sync(kAllLanes, lane == 7));

@@ -3,11 +3,15 @@
 // the streams depend on all chunks; they are computed between two kernels:
 //
 //   lay_out  the slot of each chunk in scratch
-//   predict  the prediction of each chunk that has a law (4.6 of docs/reference/format.md)
+//   prepare  of each chunk that is ordered or has a law, whether it differs from its base; the
+//            prediction by the law (4.6 of docs/reference/format.md)
 //   compact  the method of each chunk, from its sample (4.4); sparse and bitmap chunks, and the
 //            exceptions of predictions: their streams into their slots; their bases
 //   place    the place of each chunk's part of each stream; the rows
 //   store    slots, and all other chunks directly from memory, into the payload; the other bases
+//
+// Chunks that are ordered or have a law have kernels of their own beside `compact` and `store`, so
+// that the others need not their registers.
 //
 // The kernels are limited by memory, if the arithmetic for each word stays small and no thread
 // waits for memory without need. So a tile is compared in units of 16 bytes, and bytes are packed
@@ -37,7 +41,7 @@ struct Entry {
   uint64_t slot;      // offset from the first slot
   Row row;            // for diff, planes, raw and the steps law, `changed` is computed last
   uint32_t place;     // index of its row, if it has one
-  bool is_predicted;  // it differs from its base, and has a prediction
+  bool is_unchanged;  // of a group and of an ordered chunk: it equals its base
 };
 
 struct Job {
@@ -60,7 +64,7 @@ __device__ inline uint64_t slot_bytes(const Chunk& chunk) {
 // words are ordered, their differences and as many zeros, and of a chunk with a law, its prediction
 // and its gradients.
 __device__ inline uint64_t pieces_of(const Chunk& chunk) {
-  return chunk.ordered != 0 || is_law(chunk.method) ? kMostPieces : 1;
+  return is_ordered(chunk) || is_group(chunk) ? kMostPieces : 1;
 }
 
 // Returns a piece of a chunk; 0 is the slot.
@@ -233,6 +237,14 @@ __device__ inline PerUnit changed_words(const Tile<W>& tile) {
       changed |= PerUnit{tile.current[first + i] != tile.base[first + i]} << (16 * unit + i);
   }
   return changed;
+}
+
+template <int W>
+__device__ inline bool has_changed_words(const Chunk& chunk) {
+  for (uint64_t index = 0; index < tiles_of(chunk.words, W); ++index) {
+    if (__syncthreads_or(changed_words(Tile<W>(chunk, index)) != 0)) return true;
+  }
+  return false;
 }
 
 // Lists the positions of the changed words, ascending; returns their number.
@@ -641,85 +653,106 @@ __device__ inline void compact_chunk(const Chunk& chunk, uint8_t* slot_start,
     row->wide_count = static_cast<uint32_t>(wide);
 }
 
-__global__ void __launch_bounds__(kBlockThreads) predict(Job job) {
+__global__ void __launch_bounds__(kBlockThreads) prepare(Job job) {
   const Chunk& chunk = job.arguments.table[blockIdx.x];
   Entry& entry = job.entries[blockIdx.x];
-  bool is_predicted = false;
+  bool is_unchanged = false;
   if (is_group(chunk)) {
-    is_predicted = predict_chunk(chunk, reinterpret_cast<uint32_t*>(piece(job, chunk, entry, 1)),
-                                 reinterpret_cast<uint16_t*>(piece(job, chunk, entry, 2)));
+    is_unchanged = !predict_chunk(chunk, reinterpret_cast<uint32_t*>(piece(job, chunk, entry, 1)),
+                                  reinterpret_cast<uint16_t*>(piece(job, chunk, entry, 2)));
+  } else if (is_ordered(chunk)) {
+    // This look takes less time than the ordering of a chunk that has not changed.
+    is_unchanged = !has_changed_words<kOrderedWordBytes>(chunk);
   }
-  if (threadIdx.x == 0) entry.is_predicted = is_predicted;
+  if (threadIdx.x == 0) entry.is_unchanged = is_unchanged;
 }
 
-// Returns true if the exceptions of a prediction, stored as sparse words, take few bytes: a law
-// that misses more is none.
-__device__ inline bool are_few(const Row& row, uint32_t words) {
-  return row.method != kRaw &&
-         uint64_t{row.gap_bytes} + row.changed + uint64_t{row.wide_count} * kLawWordBytes <= words;
-}
-
-// Orders the words of a chunk, and returns the chunk of their differences, whose base is zeros.
-__device__ inline Chunk in_order(const Chunk& chunk, uint8_t* differences, uint8_t* zeros,
-                                 OrderShared& shared) {
-  Chunk ordered = chunk;
-  take_differences(reinterpret_cast<const uint16_t*>(chunk.current),
-                   reinterpret_cast<uint16_t*>(chunk.base), chunk.words,
-                   reinterpret_cast<uint16_t*>(differences), shared);
-  for (uint32_t i = threadIdx.x; i < slot_bytes(chunk) / sizeof(uint4); i += kBlockThreads)
-    reinterpret_cast<uint4*>(zeros)[i] = uint4{};
-  __syncthreads();
-  ordered.current = differences;
-  ordered.base = zeros;
-  return ordered;
+// Returns the row of a chunk before anything is known of it.
+__device__ inline Row row_of(const Chunk& chunk) {
+  return {blockIdx.x, kUnchanged, chunk.base != nullptr ? 0 : chunk.words, 0, 0};
 }
 
 __global__ void __launch_bounds__(kBlockThreads, 4) compact(Job job) {
   DELTACHECK_SHARED(ForAnyWord<CompactShared>, shared);
   const Chunk chunk = job.arguments.table[blockIdx.x];
+  if (is_group(chunk) || is_ordered(chunk)) return;
   Entry& entry = job.entries[blockIdx.x];
-  uint8_t* const slot = piece(job, chunk, entry, 0);
-  const Row none{blockIdx.x, kUnchanged, chunk.base != nullptr ? 0 : chunk.words, 0, 0};
-  Row row = none;
+  Row row = row_of(chunk);
   if (chunk.words > 0) {
     with_word(chunk.word_bytes, [&](auto bytes) {
       constexpr int W = decltype(bytes)::value;
       CompactShared<W>& of_word = shared;
-      bool is_predicted = W == kLawWordBytes && entry.is_predicted;
-      if (is_predicted && chunk.method == kStepsLaw) {
-        row.method = kStepsLaw;
-        return;
-      }
-      const bool is_ordered = W == kOrderedWordBytes && chunk.ordered != 0;
-      for (;;) {  // once more without the prediction, if it misses too much
-        Chunk compared = chunk;
-        if (is_predicted) {
-          row.method = kSparse;
-          compared.base = piece(job, chunk, entry, 1);
-        } else {
-          row.method = choose<W>(chunk, of_word.choose);
-          if (row.method != kSparse && row.method != kBitmap) return;
-          __syncthreads();  // the other parts lie in the place of `choose`
-        }
-        if constexpr (W == kOrderedWordBytes) {
-          if (is_ordered) {
-            compared = in_order(chunk, piece(job, chunk, entry, 1), piece(job, chunk, entry, 2),
-                                of_word.order);
-          }
-        }
-        compact_chunk<W>(compared, slot, of_word.changes, &row);
-        if (!is_predicted) break;
-        if (are_few(row, chunk.words)) {
-          row.method = chunk.method;
-          return;
-        }
-        is_predicted = false;
-        row = none;
-        __syncthreads();  // `choose` lies in the place of `changes`
-      }
-      if (is_ordered && row.method == kSparse) row.method = kOrderedSparse;
-      if (is_ordered && row.method == kBitmap) row.method = kOrderedBitmap;
+      row.method = choose<W>(chunk, of_word.choose);
+      if (row.method != kSparse && row.method != kBitmap) return;
+      __syncthreads();  // `changes` lies in the place of `choose`
+      compact_chunk<W>(chunk, piece(job, chunk, entry, 0), of_word.changes, &row);
     });
+  }
+  if (threadIdx.x == 0) entry.row = row;
+}
+
+// The same for a group: its exceptions, as sparse words, or a plain chunk if its law misses so much
+// that it is none.
+__device__ inline void compact_group(const Job& job, const Chunk& chunk, const Entry& entry,
+                                     CompactShared<kLawWordBytes>& shared, Row* row) {
+  row->method = chunk.method;
+  if (chunk.method == kStepsLaw) return;
+  uint8_t* const slot = piece(job, chunk, entry, 0);
+  Chunk compared = chunk;
+  compared.base = piece(job, chunk, entry, 1);
+  row->method = kSparse;
+  for (bool is_predicted = true;; is_predicted = false) {
+    compact_chunk<kLawWordBytes>(compared, slot, shared.changes, row);
+    if (!is_predicted) return;
+    const uint64_t bytes =
+        uint64_t{row->gap_bytes} + row->changed + uint64_t{row->wide_count} * kLawWordBytes;
+    if (row->method != kRaw && bytes <= chunk.words) {
+      row->method = chunk.method;
+      return;
+    }
+    __syncthreads();  // `choose` lies in the place of `changes`
+    *row = row_of(chunk);
+    row->method = choose<kLawWordBytes>(chunk, shared.choose);
+    if (row->method != kSparse && row->method != kBitmap) return;
+    __syncthreads();
+    compared = chunk;
+  }
+}
+
+// The same for a chunk whose words are ordered by their class.
+__device__ inline void compact_ordered(const Job& job, const Chunk& chunk, const Entry& entry,
+                                       CompactShared<kOrderedWordBytes>& shared, Row* row) {
+  row->method = choose<kOrderedWordBytes>(chunk, shared.choose);
+  if (row->method != kSparse && row->method != kBitmap) return;
+  __syncthreads();  // `order` lies in the place of `choose`
+  uint8_t *const differences = piece(job, chunk, entry, 1), *const zeros =
+                                                                piece(job, chunk, entry, 2);
+  take_differences(reinterpret_cast<const uint16_t*>(chunk.current),
+                   reinterpret_cast<uint16_t*>(chunk.base), chunk.words,
+                   reinterpret_cast<uint16_t*>(differences), shared.order);
+  for (uint32_t i = threadIdx.x; i < slot_bytes(chunk) / sizeof(uint4); i += kBlockThreads)
+    reinterpret_cast<uint4*>(zeros)[i] = uint4{};
+  __syncthreads();
+  Chunk ordered = chunk;
+  ordered.current = differences;
+  ordered.base = zeros;
+  compact_chunk<kOrderedWordBytes>(ordered, piece(job, chunk, entry, 0), shared.changes, row);
+  if (row->method == kSparse) row->method = kOrderedSparse;
+  if (row->method == kBitmap) row->method = kOrderedBitmap;
+}
+
+__global__ void __launch_bounds__(kBlockThreads, 4) compact_prepared(Job job) {
+  DELTACHECK_SHARED(ForAnyWord<CompactShared>, shared);
+  const Chunk chunk = job.arguments.table[blockIdx.x];
+  if (!is_group(chunk) && !is_ordered(chunk)) return;
+  Entry& entry = job.entries[blockIdx.x];
+  Row row = row_of(chunk);
+  if (!entry.is_unchanged) {
+    if (is_group(chunk)) {
+      compact_group(job, chunk, entry, shared.four, &row);
+    } else {
+      compact_ordered(job, chunk, entry, shared.two, &row);
+    }
   }
   if (threadIdx.x == 0) entry.row = row;
 }
@@ -1026,8 +1059,9 @@ cudaError_t encode(const EncodeArguments& arguments, cudaStream_t stream) {
                 scratch + bytes_before_slots(chunks)};
   if (chunks > 0) {
     DELTACHECK_LAUNCH(lay_out, 1, kBlockThreads, stream, job);
-    DELTACHECK_LAUNCH(predict, chunks, kBlockThreads, stream, job);
+    DELTACHECK_LAUNCH(prepare, chunks, kBlockThreads, stream, job);
     DELTACHECK_LAUNCH(compact, chunks, kBlockThreads, stream, job);
+    DELTACHECK_LAUNCH(compact_prepared, chunks, kBlockThreads, stream, job);
   }
   DELTACHECK_LAUNCH(place, kStreams + 1, kBlockThreads, stream, job);
   if (chunks > 0) {

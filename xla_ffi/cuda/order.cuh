@@ -14,6 +14,11 @@
 namespace deltacheck {
 namespace device {
 
+// Returns true if the changed words of a chunk are stored by their class.
+DELTACHECK_HD bool is_ordered(const Chunk& chunk) {
+  return chunk.ordered != 0 && chunk.base != nullptr && chunk.word_bytes == kOrderedWordBytes;
+}
+
 struct OrderShared {
   // Of each warp and class: the number of its words, and then the place of the next one.
   uint32_t places[kBlockWarps][kClasses];
