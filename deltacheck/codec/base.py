@@ -134,13 +134,17 @@ class Codec(Protocol[Base]):
 
 
 class GroupJob(NamedTuple):
-    """A leaf to encode together with others; fields as ``Codec.encode`` has them."""
+    """A leaf to encode together with others; fields as ``Codec.encode`` has them.
+
+    ``law`` is the method and the constants by which a group is predicted (``adam_law``).
+    """
 
     current: Any
     base: Any
     bounds: U64
     word_bytes: int
     ordered: bool = False
+    law: tuple[int, bytes] | None = None
 
 
 class GroupSpan(NamedTuple):

@@ -131,7 +131,7 @@ class LeafCodec:
         parts.sort(key=lambda part: part.job.current.device.id)
         yield from self._by_xla(jobs, parts, make_room)
         for number in host_jobs:
-            current, base, bounds, word_bytes, ordered = jobs[number]
+            current, base, bounds, word_bytes, ordered, _ = jobs[number]
             # At most the whole leaf: no chunk is stored in more than its own bytes.
             make_room(bounds[-1].item() * word_bytes)
             encoded, base = self.encode(current, base, bounds, word_bytes, ordered=ordered)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from deltacheck.backends.torch.capture import windows
 from deltacheck.backends.torch.capture.device import Accelerator
-from deltacheck.backends.torch.capture.staging import Staging
+from deltacheck.backends.torch.capture.device_memory import DeviceMemory
 from deltacheck.codec import default_codec
-from deltacheck.codec.base import U8, U64, Codec, Encoded, EncodedGroup, GroupJob
+from deltacheck.codec.base import U8, U64, Encoded, EncodedGroup, GroupJob, GroupSpan
+from deltacheck.codec.leaf_memory import HostMemory, LeafMemory
 
 log = logging.getLogger("deltacheck")
 
@@ -32,7 +33,8 @@ class TorchCodec:
     """
 
     def __init__(self) -> None:
-        self._host: Codec[Any] = default_codec()
+        self._host = default_codec()
+        self._host_memory = HostMemory(self._host.host)
         self.run_bytes = self._host.run_bytes
 
     def copy(self, current: Base, out: Base | None) -> Base:
@@ -55,11 +57,13 @@ class TorchCodec:
 
     def host(self, base: Base) -> U8:
         """Return the base's bytes: a view, or a copy from an accelerator."""
-        return (
-            base
-            if isinstance(base, np.ndarray)
-            else Staging({"base": (device_of(base), base)}, base.numel()).take("base")
-        )
+        return self.memory_of(base).host(base)
+
+    def memory_of(self, content: Base) -> LeafMemory:
+        """Return the memory that a leaf or a base lies in."""
+        if isinstance(content, np.ndarray):
+            return self._host_memory
+        return DeviceMemory(device_of(content))
 
     def encode(
         self,
@@ -95,9 +99,21 @@ class TorchCodec:
         """
         by_device: dict[torch.device, list[int]] = {}
         for number, job in enumerate(jobs):
+            if job.law is not None:
+                make_room(job.current.numel())
+                base = self.host(job.base).copy()
+                encoded, _ = self._host.encode(
+                    self.host(job.current), base, job.bounds, job.word_bytes, law=job.law
+                )
+                beside = _beside(device_of(job.current), job._replace(base=base))
+                span = GroupSpan(number, 0, job.bounds.size - 1)
+                yield EncodedGroup([span], encoded, {number: beside}, None)
+                continue
             by_device.setdefault(job.current.device, []).append(number)
         # The state is read only when the last of the devices has enqueued its reads.
         unread = len(by_device)
+        if not unread:
+            all_read()
 
         def device_read() -> None:
             nonlocal unread
