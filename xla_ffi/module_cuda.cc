@@ -23,7 +23,7 @@ namespace {
 
 // Incremented together with INTERFACE in deltacheck/backends/torch/capture/windows.py whenever a
 // function here changes.
-constexpr int kInterface = 3;
+constexpr int kInterface = 4;
 
 // Throws std::runtime_error with the message of CUDA, which nanobind turns into RuntimeError.
 void must_succeed(cudaError_t error) {

@@ -40,6 +40,7 @@ ORDERED = {SPARSE: ORDERED_SPARSE, BITMAP: ORDERED_BITMAP}
 # Against a prediction (section 4.6), in chunks of so many equal parts.
 LAWS = (GRADIENT_LAW, MEAN_LAW, STEPS_LAW)
 LAW_PARTS, LAW_BYTES = 3, 64
+TILE_ENTRY_BYTES = 6  # of a tile in the stream tiles
 
 # Permanent names, in the order in which streams are listed everywhere.
 # The native module gives and takes streams by their position here.
@@ -120,7 +121,7 @@ class Codec(Protocol[Base]):
             word_bytes: 1, 2, 4 or 8.
             ordered: How sparse and bitmap chunks of words of 2 bytes are stored. True: in the order
                 of the classes of their base, which takes fewer bytes for floats, and more time;
-                false: in their own order. Encoders on accelerators always do the latter.
+                false: in their own order.
 
         Returns:
             The encoding and the new base, which equals ``current`` bit for bit; ``None`` without a
@@ -136,7 +137,9 @@ class Codec(Protocol[Base]):
 class GroupJob(NamedTuple):
     """A leaf to encode together with others; fields as ``Codec.encode`` has them.
 
-    ``law`` is the method and the constants by which a group is predicted (``adam_law``).
+    Attributes:
+        law: The method of a group, and the bytes of its law (``adam_law.Law.content``); ``None``:
+            the leaf is no group.
     """
 
     current: Any

@@ -606,6 +606,15 @@ inline uint32_t __ballot_sync(uint32_t lanes, int vote) {
   return static_cast<uint32_t>(
       emulator::Machine::running()->warp(emulator::Wait::kVote, lanes, vote != 0, 0));
 }
+// Returns the lanes that have the same value.
+inline uint32_t __match_any_sync(uint32_t lanes, uint32_t value) {
+  uint32_t same = lanes;
+  for (uint32_t bit = 0; bit < 32; ++bit) {
+    const uint32_t with = __ballot_sync(lanes, value >> bit & 1);
+    same &= (value >> bit & 1) != 0 ? with : ~with;
+  }
+  return same;
+}
 inline int __any_sync(uint32_t lanes, int vote) { return __ballot_sync(lanes, vote) != 0; }
 inline int __all_sync(uint32_t lanes, int vote) { return __ballot_sync(lanes, vote) == lanes; }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <random>
 #include <set>
@@ -31,7 +32,9 @@ struct Piece {
   int word_bytes;
   uint64_t words;
   Memory current, base;
-  bool has_base = true;
+  bool has_base = true, ordered = false;
+  Method method = kUnchanged;  // that of the law
+  AdamLaw law{};
 
   Piece(int word_bytes, uint64_t words, size_t offset = 0)
       : word_bytes(word_bytes),
@@ -74,8 +77,9 @@ Expected expected_of(const Group& group) {
     const uint64_t bounds[2] = {0, piece.words};
     Memory base(piece.base.size());
     std::memcpy(base.data(), piece.base.data(), base.size());
-    const Encoded encoded = encode({bounds, 1, piece.word_bytes}, piece.current.data(),
-                                   piece.has_base ? base.data() : nullptr);
+    const Encoded encoded =
+        encode({bounds, 1, piece.word_bytes}, piece.current.data(),
+               piece.has_base ? base.data() : nullptr, piece.method, piece.ordered, &piece.law);
     for (Row row : encoded.rows) {
       row.chunk = i;
       expected.rows.push_back(row);
@@ -108,9 +112,10 @@ void check_group(const Group& group, const std::string& name, uint64_t missing =
   uint64_t bytes = 0;
   for (const std::unique_ptr<Piece>& piece : group) {
     table.push_back({piece->current.data(), piece->has_base ? piece->base.data() : nullptr,
-                     static_cast<uint32_t>(piece->words),
-                     static_cast<uint32_t>(piece->word_bytes)});
-    bytes += piece->current.size();
+                     static_cast<uint32_t>(piece->words), static_cast<uint16_t>(piece->word_bytes),
+                     static_cast<uint8_t>(piece->ordered), static_cast<uint8_t>(piece->method),
+                     piece->law});
+    bytes += piece->current.size() * (piece->ordered || is_law(piece->method) ? 3 : 1);
   }
   const uint32_t chunks = static_cast<uint32_t>(group.size());
   const Memory scratch(device::scratch_bytes(chunks, bytes)),
@@ -428,14 +433,124 @@ void test_long_chunks() {
   }
 }
 
+// Bfloat16 words with exponents as weights have them, and others.
+uint64_t weight_word(int) {
+  const uint64_t exponent = chance(0.02) ? below(256) : 118 + below(8);
+  return below(2) << 15 | exponent << 7 | below(128);
+}
+
+void test_ordered_chunks() {
+  for (const Size size : {Size::kNarrow, Size::kWide, Size::kMixed, Size::kEdge}) {
+    Group group;
+    for (const double density : kDensities) {
+      group.push_back(piece_of(2, 8192 + below(20000), below(5), density, size, weight_word));
+      group.push_back(piece_of(2, 1 + below(3000), 0, density, size, random_word));
+    }
+    for (const std::unique_ptr<Piece>& piece : group) piece->ordered = true;
+    check_group(group, "ordered chunks");
+  }
+  Group group;
+  for (const uint64_t words : sizes_around_tiles(2)) {
+    for (const double density : {0.01, 0.7})
+      group.push_back(piece_of(2, words, below(2) * below(20), density, Size::kMixed, weight_word));
+  }
+  for (const std::unique_ptr<Piece>& piece : group) piece->ordered = below(4) != 0;
+  group.push_back(piece_of(2, 5000, 0, 0.1, Size::kNarrow, weight_word));
+  group.back()->ordered = true;
+  group.back()->has_base = false;
+  check_group(group, "ordered chunks of all sizes, and others", 0, true);
+}
+
+// --- chunks with a law ---------------------------------------------------------------------------
+
+AdamLaw some_law() {
+  AdamLaw law{};
+  law.mean = static_cast<uint32_t>(below(kMeanForms));
+  law.square = static_cast<uint32_t>(below(kSquareForms));
+  law.weight = static_cast<uint32_t>(below(kWeightForms));
+  law.beta1 = 0.9f, law.rest1 = 0.1f, law.inverse1 = 10.0f;
+  law.beta2 = 0.999f, law.rest2 = 0.001f;
+  law.eps = 1e-8f, law.rate = -1e-3f, law.earlier = 5e-4f;
+  law.keep = 0.9999f, law.pull = -1e-4f;
+  law.scale = chance(0.5) ? 0.37f : 1.0f, law.unscale = 1 / law.scale;
+  return law;
+}
+
+float some_float(float size) { return size * (static_cast<float>(below(1 << 24)) * 0x1p-23f - 1); }
+
+// A group after some steps. `misses`: the share of words that the law misses.
+std::unique_ptr<Piece> group_of(Method method, uint64_t count, double misses, size_t offset = 0) {
+  auto piece = std::make_unique<Piece>(4, 3 * count, offset);
+  const AdamLaw law = piece->law = some_law();
+  piece->method = method;
+  const auto put = [&](const Memory& array, uint64_t i, float value) {
+    std::memcpy(array.data() + 4 * i, &value, sizeof value);
+  };
+  for (uint64_t i = 0; i < count; ++i) {
+    const float m = some_float(1e-3f), v = std::abs(some_float(1e-6f)), w = some_float(0.1f);
+    const float g = float_of(bits_of(some_float(1e-3f)) & 0xffff0000u) * law.scale;
+    const float next_m = mean_of(law.mean, law, m, g);
+    // Under the mean law the gradient is that of m.
+    const float gradient = method == kMeanLaw ? gradient_of(law, m, next_m) : g;
+    const float next_v = square_of(law.square, law, v, gradient);
+    const float update = method == kStepsLaw ? later_update_of(law, m, v, next_m, next_v)
+                                             : update_of(law, next_m, next_v);
+    put(piece->base, i, w), put(piece->base, count + i, m), put(piece->base, 2 * count + i, v);
+    put(piece->current, i, weight_of(law.weight, law, w, update));
+    put(piece->current, count + i, next_m);
+    put(piece->current, 2 * count + i, next_v);
+  }
+  for (uint64_t i = 0; i < 3 * count; ++i) {
+    uint64_t word = 0;
+    std::memcpy(&word, piece->current.data() + 4 * i, 4);
+    if (chance(misses)) piece->set(i, word + 1 + below(chance(0.1) ? 100000 : 3));
+  }
+  return piece;
+}
+
+void test_laws() {
+  for (const Method method : {kGradientLaw, kMeanLaw, kStepsLaw}) {
+    Group group;
+    for (const double misses : {0.0, 0.001, 0.02, 0.2, 1.0}) {
+      for (int round = 0; round < 5; ++round)
+        group.push_back(group_of(method, 1 + below(9000), misses, below(2) * below(8)));
+    }
+    // Infinite and undefined values, of which each processor makes its own.
+    for (const float odd : {std::numeric_limits<float>::infinity(),
+                            -std::numeric_limits<float>::quiet_NaN(), -0.0f, 1e-42f}) {
+      auto piece = group_of(method, 3000, 0.001);
+      for (int i = 0; i < 300; ++i) {
+        std::memcpy(piece->current.data() + 4 * below(piece->words), &odd, 4);
+        std::memcpy(piece->base.data() + 4 * below(piece->words), &odd, 4);
+      }
+      group.push_back(std::move(piece));
+    }
+    // No group: the chunk is unchanged, has another number of words, or has no base.
+    group.push_back(group_of(method, 2000, 0));
+    std::memcpy(group.back()->current.data(), group.back()->base.data(), group.back()->base.size());
+    group.push_back(piece_of(4, 3001, 0, 0.02, Size::kNarrow));
+    group.back()->method = method;
+    group.push_back(group_of(method, 2000, 0));
+    group.back()->has_base = false;
+    group.push_back(any_piece());
+    check_group(group, std::string("groups, ") + kMethodNames[method], 0, true);
+    Group large;
+    for (const double misses : {0.0, 0.001, 1.0}) large.push_back(group_of(method, 5000, misses));
+    check_group(large, std::string("groups, small payload, ") + kMethodNames[method], 7);
+  }
+}
+
 void test_every_method_was_seen() {
   for (const int word_bytes : kWordBytes) {
-    // Devices do not order words.
     for (uint32_t method = kSparse; method <= kRaw; ++method) {
       if (methods_seen.count({word_bytes, method}) == 0)
         check::fail(__FILE__, __LINE__, kMethodNames[method],
                     "never chosen for words of " + std::to_string(word_bytes));
     }
+  }
+  for (uint32_t method = kOrderedSparse; method <= kStepsLaw; ++method) {
+    if (methods_seen.count({is_law(method) ? 4 : 2, method}) == 0)
+      check::fail(__FILE__, __LINE__, kMethodNames[method], "never chosen");
   }
 }
 
@@ -461,6 +576,8 @@ int main() {
   test_many_chunks_of_many_leaves();
   test_payload_too_small();
   test_long_chunks();
+  test_ordered_chunks();
+  test_laws();
   test_every_method_was_seen();
   return check::result();
 }

@@ -48,16 +48,16 @@ def check_device(context: Context) -> Result:
     """Run the test that the engine makes before it first uses a device."""
     import torch
 
-    from deltacheck.backends.torch.capture import windows
+    from deltacheck.backends.torch.capture import self_test
 
     with accelerator(context) as device:
         if device.native is None:  # what the engine's own test leaves of a device that fails it
             from deltacheck import _native_cuda
             from deltacheck.backends.torch.capture.device import Accelerator
 
-            problem = windows.defect(Accelerator(torch.device("cuda", 0), _native_cuda))
+            problem = self_test.defect(Accelerator(torch.device("cuda", 0), _native_cuda))
             raise RuntimeError(f"the device fails its test: {problem or 'not repeatable'}")
-        problem = windows.defect(device)
+        problem = self_test.defect(device)
         if problem:
             raise RuntimeError(f"the device fails its test: {problem}")
         name = device.name if context.rehearse else torch.cuda.get_device_name()
@@ -74,7 +74,7 @@ def compare_kernels(context: Context) -> Result:
     chunk = size // 3 if context.rehearse else CHUNK_BYTES
     rows: list[list[Cell]] = []
     with accelerator(context) as device:
-        for word_bytes in (1, 2, 4, 8):
+        for word_bytes, ordered in ((1, False), (2, False), (2, True), (4, False), (8, False)):
             count = size // word_bytes
             bounds = np.append(np.arange(0, count, chunk // word_bytes), count).astype(np.uint64)
             before = words(count, word_bytes, seed=word_bytes)
@@ -84,10 +84,15 @@ def compare_kernels(context: Context) -> Result:
                     torch.from_numpy(array.view(np.uint8).copy()).to(context.device)
                     for array in (after, before)
                 )
-                job = GroupJob(current, base, bounds, word_bytes)
-                groups = list(windows.encode(device, [job], size, lambda _: None, lambda: None))
+                job = GroupJob(current, base, bounds, word_bytes, ordered)
+                # A window has room for all of it, of which ordered chunks take three times theirs.
+                groups = list(windows.encode(device, [job], 3 * size, lambda _: None, lambda: None))
                 expected, updated = default_codec().encode(
-                    after.view(np.uint8), before.view(np.uint8).copy(), bounds, word_bytes
+                    after.view(np.uint8),
+                    before.view(np.uint8).copy(),
+                    bounds,
+                    word_bytes,
+                    ordered=ordered,
                 )
                 [group] = groups
                 changed = expected.rows[:, 0].tolist()
@@ -102,9 +107,10 @@ def compare_kernels(context: Context) -> Result:
                     if not holds
                 ]
                 if problems:
-                    where = f"{word_bytes}-byte words, {density:.1%} changed"
+                    where = f"{word_bytes}-byte words, {density:.1%} changed, ordered: {ordered}"
                     raise AssertionError(f"{where}: {', '.join(problems)} differ from the host's")
-                rows.append([word_bytes, density, len(changed), "equal"])
+                order = "by class" if ordered else ""
+                rows.append([word_bytes, order, density, len(changed), "equal"])
     return Result(
         "kernels against the host",
         f"rows, streams, digests and shadow of {size >> 10} KiB, compared bit for bit",
@@ -113,6 +119,7 @@ def compare_kernels(context: Context) -> Result:
                 "states",
                 {
                     "word bytes": "count",
+                    "order": "text",
                     "changed": "ratio",
                     "chunks written": "count",
                     "bits": "text",

@@ -44,10 +44,12 @@ def through_torch(context: Context, few: bool) -> int:
     """Encode and digest through the engine's path, and return the number of calls."""
     import torch
 
-    from deltacheck.backends.torch.capture import windows
+    from deltacheck.backends.torch.capture import self_test, windows
 
-    calls = 0
+    calls = 1
     with accelerator(context) as device:
+        # Ordered chunks, and groups with a law, too.
+        assert self_test.defect(device) == ""
         for current, before, bounds, word_bytes in inputs(few):
             tensor, base = (
                 torch.from_numpy(array.copy()).to(context.device) for array in (current, before)

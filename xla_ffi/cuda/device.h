@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "cuda/runtime.h"
+#include "encoder/adam.h"
 #include "encoder/format.h"
 
 namespace deltacheck {
@@ -23,7 +24,10 @@ struct Chunk {
   const uint8_t* current;  // null if there is only a base (digest)
   uint8_t* base;           // null: the chunk is encoded by itself
   uint32_t words;
-  uint32_t word_bytes;  // 1, 2, 4 or 8; both pointers are aligned to this
+  uint16_t word_bytes;  // 1, 2, 4 or 8; both pointers are aligned to this
+  uint8_t ordered;      // not 0: sparse and bitmap chunks are ordered (4.1), of words of 2 bytes
+  uint8_t method;       // kUnchanged: the method is chosen; else the method of `law`
+  AdamLaw law;
 };
 
 struct EncodeArguments {
@@ -41,7 +45,8 @@ struct EncodeArguments {
   uint64_t* digests;
 };
 
-// Returns the scratch bytes for a group of `chunks` chunks that have `bytes` bytes together.
+// Returns the scratch bytes for a group of `chunks` chunks that have `bytes` bytes together, where
+// those of an ordered chunk, and of one with a law, count three times.
 size_t scratch_bytes(uint32_t chunks, uint64_t bytes);
 
 // Encodes every chunk against its base, which becomes equal to it even if the payload overflows.

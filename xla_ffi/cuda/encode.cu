@@ -3,8 +3,9 @@
 // the streams depend on all chunks; they are computed between two kernels:
 //
 //   lay_out  the slot of each chunk in scratch
-//   compact  the method of each chunk, from its sample (4.4 of docs/reference/format.md); sparse
-//            and bitmap chunks: their streams into their slots; their bases
+//   predict  the prediction of each chunk that has a law (4.6 of docs/reference/format.md)
+//   compact  the method of each chunk, from its sample (4.4); sparse and bitmap chunks, and the
+//            exceptions of predictions: their streams into their slots; their bases
 //   place    the place of each chunk's part of each stream; the rows
 //   store    slots, and all other chunks directly from memory, into the payload; the other bases
 //
@@ -18,19 +19,25 @@
 
 #include "cuda/block.cuh"
 #include "cuda/device.h"
+#include "cuda/law.cuh"
+#include "cuda/order.cuh"
 
 namespace deltacheck {
 namespace device {
 namespace {
+
+// The most pieces of scratch of a chunk, see `pieces_of`.
+constexpr uint64_t kMostPieces = 3;
 
 // Slots begin at multiples of a memory transaction, so that aligned stores stay aligned.
 constexpr uint64_t kSlotAlignment = 256;
 
 // The state of a chunk between two kernels.
 struct Entry {
-  uint64_t slot;   // offset from the first slot
-  Row row;         // for diff, planes and raw, `changed` is computed last
-  uint32_t place;  // index of its row, if it has one
+  uint64_t slot;      // offset from the first slot
+  Row row;            // for diff, planes, raw and the steps law, `changed` is computed last
+  uint32_t place;     // index of its row, if it has one
+  bool is_predicted;  // it differs from its base, and has a prediction
 };
 
 struct Job {
@@ -47,6 +54,19 @@ DELTACHECK_HD uint64_t rounded_up(uint64_t bytes) {
 // Returns the room of a slot. No chunk is stored in more bytes than it has.
 __device__ inline uint64_t slot_bytes(const Chunk& chunk) {
   return rounded_up(uint64_t{chunk.words} * chunk.word_bytes);
+}
+
+// Returns the pieces of so many bytes that a chunk has in scratch: its slot and, of a chunk whose
+// words are ordered, their differences and as many zeros, and of a chunk with a law, its prediction
+// and its gradients.
+__device__ inline uint64_t pieces_of(const Chunk& chunk) {
+  return chunk.ordered != 0 || is_law(chunk.method) ? kMostPieces : 1;
+}
+
+// Returns a piece of a chunk; 0 is the slot.
+__device__ inline uint8_t* piece(const Job& job, const Chunk& chunk, const Entry& entry,
+                                 uint64_t number) {
+  return job.slots + entry.slot + number * slot_bytes(chunk);
 }
 
 // Calls `function` with an integral constant that is the number of bytes of a word.
@@ -279,7 +299,8 @@ __global__ void __launch_bounds__(kBlockThreads) lay_out(Job job) {
   DELTACHECK_SHARED(BlockScratch, scratch);
   const Chunk* const table = job.arguments.table;
   scan_chunks(
-      job.arguments.chunks, [&](uint64_t chunk) { return slot_bytes(table[chunk]); },
+      job.arguments.chunks,
+      [&](uint64_t chunk) { return pieces_of(table[chunk]) * slot_bytes(table[chunk]); },
       [&](uint64_t chunk, uint64_t slot) { job.entries[chunk].slot = slot; }, scratch);
 }
 
@@ -503,6 +524,7 @@ struct StoreChangesShared {
 template <int W>
 union CompactShared {
   ChooseShared<W> choose;
+  OrderShared order;
   StoreChangesShared<W> changes;
 };
 
@@ -619,20 +641,84 @@ __device__ inline void compact_chunk(const Chunk& chunk, uint8_t* slot_start,
     row->wide_count = static_cast<uint32_t>(wide);
 }
 
+__global__ void __launch_bounds__(kBlockThreads) predict(Job job) {
+  const Chunk& chunk = job.arguments.table[blockIdx.x];
+  Entry& entry = job.entries[blockIdx.x];
+  bool is_predicted = false;
+  if (is_group(chunk)) {
+    is_predicted = predict_chunk(chunk, reinterpret_cast<uint32_t*>(piece(job, chunk, entry, 1)),
+                                 reinterpret_cast<uint16_t*>(piece(job, chunk, entry, 2)));
+  }
+  if (threadIdx.x == 0) entry.is_predicted = is_predicted;
+}
+
+// Returns true if the exceptions of a prediction, stored as sparse words, take few bytes: a law
+// that misses more is none.
+__device__ inline bool are_few(const Row& row, uint32_t words) {
+  return row.method != kRaw &&
+         uint64_t{row.gap_bytes} + row.changed + uint64_t{row.wide_count} * kLawWordBytes <= words;
+}
+
+// Orders the words of a chunk, and returns the chunk of their differences, whose base is zeros.
+__device__ inline Chunk in_order(const Chunk& chunk, uint8_t* differences, uint8_t* zeros,
+                                 OrderShared& shared) {
+  Chunk ordered = chunk;
+  take_differences(reinterpret_cast<const uint16_t*>(chunk.current),
+                   reinterpret_cast<uint16_t*>(chunk.base), chunk.words,
+                   reinterpret_cast<uint16_t*>(differences), shared);
+  for (uint32_t i = threadIdx.x; i < slot_bytes(chunk) / sizeof(uint4); i += kBlockThreads)
+    reinterpret_cast<uint4*>(zeros)[i] = uint4{};
+  __syncthreads();
+  ordered.current = differences;
+  ordered.base = zeros;
+  return ordered;
+}
+
 __global__ void __launch_bounds__(kBlockThreads, 4) compact(Job job) {
   DELTACHECK_SHARED(ForAnyWord<CompactShared>, shared);
   const Chunk chunk = job.arguments.table[blockIdx.x];
   Entry& entry = job.entries[blockIdx.x];
-  uint8_t* const slot = job.slots + entry.slot;
-  Row row{blockIdx.x, kUnchanged, chunk.base != nullptr ? 0 : chunk.words, 0, 0};
+  uint8_t* const slot = piece(job, chunk, entry, 0);
+  const Row none{blockIdx.x, kUnchanged, chunk.base != nullptr ? 0 : chunk.words, 0, 0};
+  Row row = none;
   if (chunk.words > 0) {
     with_word(chunk.word_bytes, [&](auto bytes) {
       constexpr int W = decltype(bytes)::value;
       CompactShared<W>& of_word = shared;
-      row.method = choose<W>(chunk, of_word.choose);
-      if (row.method != kSparse && row.method != kBitmap) return;
-      __syncthreads();  // `changes` lies in the place of `choose`
-      compact_chunk<W>(chunk, slot, of_word.changes, &row);
+      bool is_predicted = W == kLawWordBytes && entry.is_predicted;
+      if (is_predicted && chunk.method == kStepsLaw) {
+        row.method = kStepsLaw;
+        return;
+      }
+      const bool is_ordered = W == kOrderedWordBytes && chunk.ordered != 0;
+      for (;;) {  // once more without the prediction, if it misses too much
+        Chunk compared = chunk;
+        if (is_predicted) {
+          row.method = kSparse;
+          compared.base = piece(job, chunk, entry, 1);
+        } else {
+          row.method = choose<W>(chunk, of_word.choose);
+          if (row.method != kSparse && row.method != kBitmap) return;
+          __syncthreads();  // the other parts lie in the place of `choose`
+        }
+        if constexpr (W == kOrderedWordBytes) {
+          if (is_ordered) {
+            compared = in_order(chunk, piece(job, chunk, entry, 1), piece(job, chunk, entry, 2),
+                                of_word.order);
+          }
+        }
+        compact_chunk<W>(compared, slot, of_word.changes, &row);
+        if (!is_predicted) break;
+        if (are_few(row, chunk.words)) {
+          row.method = chunk.method;
+          return;
+        }
+        is_predicted = false;
+        row = none;
+        __syncthreads();  // `choose` lies in the place of `changes`
+      }
+      if (is_ordered && row.method == kSparse) row.method = kOrderedSparse;
+      if (is_ordered && row.method == kBitmap) row.method = kOrderedBitmap;
     });
   }
   if (threadIdx.x == 0) entry.row = row;
@@ -697,7 +783,7 @@ __device__ inline void store_slot(const Job& job, const Chunk& chunk, const Entr
   // Three sums of 21 bits each fit into a word for up to this number of tiles.
   constexpr uint32_t kTogether = 64, kSumBits = 21, kCopyThreads = 8;
   static_assert(kTogether * kTileBytes < 1 << kSumBits && kTogether <= kBlockThreads);
-  const bool bitmap = entry.row.method == kBitmap;
+  const bool bitmap = unordered(entry.row.method) == kBitmap;
   const Slot<W> slot(job.slots + entry.slot, chunk, bitmap);
   const uint64_t tiles = tiles_of(chunk.words, W);
   copy_bytes(place_of(job, kTiles), job.slots + entry.slot, kTileEntryBytes * tiles, threadIdx.x,
@@ -852,15 +938,48 @@ struct StoreShared {
   BlockScratch scratch;
 };
 
+// Writes what a predicted chunk has beside its exceptions: the law, and the gradients, or the
+// differences of m, or under the steps law those of all words. Copies current to the base. Returns
+// the number of changed words of this thread under the steps law, else 0.
+__device__ inline uint32_t store_prediction(const Job& job, const Chunk& chunk, const Entry& entry,
+                                            bool overflow, PlanesShared& shared) {
+  const uint32_t count = chunk.words / kLawParts;
+  Chunk dense = chunk;
+  uint32_t changed = 0;
+  if (chunk.method == kGradientLaw) {
+    dense.current = piece(job, chunk, entry, 2);
+    dense.base = nullptr;
+    dense.words = count;
+    if (!overflow) (void)store_words<2>(job, dense, kPlanes, false, shared);
+  } else if (chunk.method == kMeanLaw) {
+    dense.current += uint64_t{count} * kLawWordBytes;
+    dense.base += uint64_t{count} * kLawWordBytes;
+    dense.words = count;
+    if (!overflow) (void)store_words<kLawWordBytes>(job, dense, kDiff, false, shared);
+  } else {
+    dense.base = piece(job, chunk, entry, 1);
+    changed = store_words<kLawWordBytes>(job, dense, kDiff, overflow, shared);
+  }
+  if (!overflow) {
+    copy_bytes(place_of(job, kLaw),
+               reinterpret_cast<const uint8_t*>(&job.arguments.table[blockIdx.x].law), kLawBytes,
+               threadIdx.x, kBlockThreads);
+  }
+  // After its last loads, `store_words` has a barrier: all have read the base.
+  copy_bytes(chunk.base, chunk.current, uint64_t{chunk.words} * kLawWordBytes, threadIdx.x,
+             kBlockThreads);
+  return changed;
+}
+
 __global__ void __launch_bounds__(kBlockThreads, 4) store(Job job) {
   DELTACHECK_SHARED(StoreShared, shared);
   const Chunk chunk = job.arguments.table[blockIdx.x];
   const Entry entry = job.entries[blockIdx.x];
   const bool overflow = payload_needed(job.arguments) > job.arguments.payload_bytes;
   if (overflow && blockIdx.x == 0 && threadIdx.x == 0) job.arguments.head[kHeadOverflow] = 1;
-  const uint32_t method = entry.row.method;
-  if (method == kUnchanged) return;
-  if (method == kSparse || method == kBitmap) {
+  const uint32_t method = entry.row.method, plain = unordered(method);
+  if (method == kUnchanged || method == kStepsLaw) return;
+  if (plain == kSparse || plain == kBitmap || has_exceptions(method)) {
     if (overflow) return;
     with_word(chunk.word_bytes, [&](auto bytes) {
       store_slot<decltype(bytes)::value>(job, chunk, entry, shared.scratch, shared.before_tile);
@@ -877,6 +996,17 @@ __global__ void __launch_bounds__(kBlockThreads, 4) store(Job job) {
   if (threadIdx.x == 0) job.arguments.rows[entry.place].changed += changed;
 }
 
+__global__ void __launch_bounds__(kBlockThreads, 4) store_predicted(Job job) {
+  DELTACHECK_SHARED(StoreShared, shared);
+  const Chunk& chunk = job.arguments.table[blockIdx.x];
+  const Entry& entry = job.entries[blockIdx.x];
+  if (!is_law(entry.row.method)) return;
+  const bool overflow = payload_needed(job.arguments) > job.arguments.payload_bytes;
+  const uint32_t changed =
+      block_sum(store_prediction(job, chunk, entry, overflow, shared.planes), shared.scratch);
+  if (threadIdx.x == 0) job.arguments.rows[entry.place].changed += changed;
+}
+
 size_t bytes_before_slots(uint32_t chunks) {
   return rounded_up(uint64_t{chunks} * sizeof(Entry)) +
          rounded_up(uint64_t{chunks} * kStreams * sizeof(uint64_t));
@@ -885,7 +1015,7 @@ size_t bytes_before_slots(uint32_t chunks) {
 }  // namespace
 
 size_t scratch_bytes(uint32_t chunks, uint64_t bytes) {
-  return bytes_before_slots(chunks) + bytes + uint64_t{chunks} * (kSlotAlignment - 1);
+  return bytes_before_slots(chunks) + bytes + kMostPieces * chunks * (kSlotAlignment - 1);
 }
 
 cudaError_t encode(const EncodeArguments& arguments, cudaStream_t stream) {
@@ -896,10 +1026,14 @@ cudaError_t encode(const EncodeArguments& arguments, cudaStream_t stream) {
                 scratch + bytes_before_slots(chunks)};
   if (chunks > 0) {
     DELTACHECK_LAUNCH(lay_out, 1, kBlockThreads, stream, job);
+    DELTACHECK_LAUNCH(predict, chunks, kBlockThreads, stream, job);
     DELTACHECK_LAUNCH(compact, chunks, kBlockThreads, stream, job);
   }
   DELTACHECK_LAUNCH(place, kStreams + 1, kBlockThreads, stream, job);
-  if (chunks > 0) DELTACHECK_LAUNCH(store, chunks, kBlockThreads, stream, job);
+  if (chunks > 0) {
+    DELTACHECK_LAUNCH(store, chunks, kBlockThreads, stream, job);
+    DELTACHECK_LAUNCH(store_predicted, chunks, kBlockThreads, stream, job);
+  }
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess || arguments.digests == nullptr || chunks == 0) return error;
   return enqueue_digests(arguments.table, arguments.rows, arguments.head + kHeadRows, chunks,

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #ifdef __CUDACC__
 #  define DELTACHECK_HD __host__ __device__ static inline
@@ -149,6 +150,24 @@ DELTACHECK_HD typename Word<W>::type rotated_right(typename Word<W>::type word) 
   if (W != 2 && W != 4) return word;
   return static_cast<U>(static_cast<U>(word >> 1) | static_cast<U>(word << (8 * W - 1)));
 }
+
+DELTACHECK_HD uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+DELTACHECK_HD float float_of(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// Words of 2 bytes are ordered by their class, which is the exponent of a bfloat16 (4.1).
+constexpr int kOrderedWordBytes = 2;
+constexpr uint32_t kClasses = 256, kClassBits = 0x7f80;
+
+DELTACHECK_HD uint32_t class_of_word(uint16_t word) { return (word & kClassBits) >> 7; }
 
 // Returns the method whose streams a chunk has, in the order of its words.
 DELTACHECK_HD uint32_t unordered(uint32_t method) {

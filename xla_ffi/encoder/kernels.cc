@@ -15,7 +15,7 @@
 #  pragma GCC push_options
 #  pragma GCC target("prefer-vector-width=512")
 #endif
-#include "adam.h"
+#include "adam_parts.h"
 #include "lattice.h"
 #include "nested.h"
 #include "octaves.h"

@@ -70,7 +70,7 @@ struct Refusal {
 };
 
 // The kernels of one instruction set. segment.h, lattice.h, nested.h, octaves.h, ratios.h and
-// adam.h document the functions, with `word_bytes` as their template argument.
+// adam_parts.h document the functions, with `word_bytes` as their template argument.
 struct Kernels {
   const char* instruction_set;
   uint64_t (*first_difference)(int word_bytes, const uint8_t* current, const uint8_t* base,

@@ -39,18 +39,6 @@ DELTACHECK_HD double phase(uint64_t seed, uint64_t number) {
 
 constexpr uint32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
 
-DELTACHECK_HD uint32_t bits_of(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-DELTACHECK_HD float float_of(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
 DELTACHECK_HD double double_of(uint64_t bits) {
   double value;
   memcpy(&value, &bits, sizeof value);

@@ -18,14 +18,9 @@
 
 namespace deltacheck {
 
-constexpr int kOrderedWordBytes = 2;
-
-constexpr uint32_t kClasses = 256, kClassBits = 0x7f80;
 // Quarters of a chunk take turns, because a counter that is incremented twice in a row waits for
 // the first store.
 constexpr uint32_t kQuarters = 4;
-
-inline uint32_t class_of_word(uint16_t word) { return (word & kClassBits) >> 7; }
 
 // Calls `work` with each word of a chunk and its quarter.
 template <typename Work>

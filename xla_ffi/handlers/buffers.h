@@ -76,13 +76,13 @@ struct Leaf {
   uint8_t* base;
 };
 
-// Checks the leaves, and the results that exist on every platform. `word_bytes`, `chunks`: one
-// number per leaf; `bounds`: the chunks + 1 bounds of every leaf, one leaf after the other. Returns
-// the first problem, or an empty string.
+// Checks the leaves, and the results that exist on every platform. `word_bytes`, `chunks`,
+// `ordered`: one number per leaf; `bounds`: the chunks + 1 bounds of every leaf, one leaf after the
+// other. Returns the first problem, or an empty string.
 inline std::string leaves_of(ffi::RemainingArgs& arguments, ffi::RemainingRets& results,
                              size_t more_results, ffi::Span<const int64_t> word_bytes,
                              ffi::Span<const int64_t> chunks, ffi::Span<const int64_t> bounds,
-                             std::vector<Leaf>* leaves) {
+                             ffi::Span<const int64_t> ordered, std::vector<Leaf>* leaves) {
   static_assert(sizeof(int64_t) == sizeof(uint64_t));
   const size_t count = word_bytes.size();
   if (chunks.size() != count || arguments.size() != 2 * count ||
@@ -92,6 +92,7 @@ inline std::string leaves_of(ffi::RemainingArgs& arguments, ffi::RemainingRets& 
            std::to_string(count) + " word sizes, and " + std::to_string(3 + more_results) +
            " more results";
   }
+  if (ordered.size() != count) return "ordered must have one entry for each leaf";
   uint64_t at = 0, all_chunks = 0;
   for (size_t i = 0; i < count; ++i) {
     const std::string leaf = "leaf " + std::to_string(i) + ": ";

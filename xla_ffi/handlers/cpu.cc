@@ -24,10 +24,9 @@ ffi::Error encode_on_cpu(ffi::RemainingArgs arguments, ffi::Span<const int64_t> 
                          ffi::Span<const int64_t> ordered, ffi::RemainingRets results) {
   constexpr const char* kName = "deltacheck_encode_cpu";
   std::vector<Leaf> leaves;
-  const std::string problem = leaves_of(arguments, results, 0, word_bytes, chunks, bounds, &leaves);
+  const std::string problem =
+      leaves_of(arguments, results, 0, word_bytes, chunks, bounds, ordered, &leaves);
   if (!problem.empty()) return wrong(kName, problem);
-  if (ordered.size() != leaves.size())
-    return wrong(kName, "ordered must have one entry for each leaf");
   const auto result = [&](size_t i) { return *results.get<ffi::AnyBuffer>(leaves.size() + i); };
   Row* row = static_cast<Row*>(result(0)->untyped_data());
   uint32_t* head = result(1)->typed_data<uint32_t>();

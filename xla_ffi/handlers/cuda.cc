@@ -30,14 +30,19 @@ constexpr const char* kPlatform = "CUDA";
                            ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>() operands)
 #endif
 
-// Adds the chunks of a run to the table of a call.
-void add_chunks(const Run& run, const uint8_t* current, uint8_t* base,
-                std::vector<device::Chunk>* table) {
+// Adds the chunks of a leaf to the table of a call.
+void add_chunks(const Leaf& leaf, bool ordered, std::vector<device::Chunk>* table) {
+  const Run& run = leaf.run;
   const uint64_t width = static_cast<uint64_t>(run.word_bytes);
-  for (uint64_t chunk = 0; chunk < run.chunks; ++chunk) {
-    const uint64_t start = run.bounds[chunk], words = run.bounds[chunk + 1] - start;
-    table->push_back({current == nullptr ? nullptr : current + start * width, base + start * width,
-                      static_cast<uint32_t>(words), static_cast<uint32_t>(width)});
+  for (uint64_t number = 0; number < run.chunks; ++number) {
+    const uint64_t start = run.bounds[number], words = run.bounds[number + 1] - start;
+    device::Chunk chunk{};
+    chunk.current = leaf.current + start * width;
+    chunk.base = leaf.base + start * width;
+    chunk.words = static_cast<uint32_t>(words);
+    chunk.word_bytes = static_cast<uint16_t>(width);
+    chunk.ordered = ordered;
+    table->push_back(chunk);
   }
 }
 
@@ -48,16 +53,18 @@ ffi::Error failed(const char* handler, cudaError_t error) {
 
 ffi::Error encode_on_cuda(cudaStream_t stream, ffi::RemainingArgs arguments,
                           ffi::Span<const int64_t> word_bytes, ffi::Span<const int64_t> chunks,
-                          ffi::Span<const int64_t> bounds, ffi::RemainingRets results) {
+                          ffi::Span<const int64_t> bounds, ffi::Span<const int64_t> ordered,
+                          ffi::RemainingRets results) {
   constexpr const char* kName = "deltacheck_encode_cuda";
   std::vector<Leaf> leaves;
-  std::string problem = leaves_of(arguments, results, 2, word_bytes, chunks, bounds, &leaves);
+  std::string problem =
+      leaves_of(arguments, results, 2, word_bytes, chunks, bounds, ordered, &leaves);
   if (!problem.empty()) return wrong(kName, problem);
   std::vector<device::Chunk> table;
   uint64_t bytes = 0;
-  for (const Leaf& leaf : leaves) {
-    add_chunks(leaf.run, leaf.current, leaf.base, &table);
-    bytes += leaf.run.bytes();
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    add_chunks(leaves[i], ordered[i] != 0, &table);
+    bytes += leaves[i].run.bytes() * (ordered[i] != 0 ? 3 : 1);
   }
   // XLA allocates the workspace as a result, since a handler must not allocate device memory
   // itself.
@@ -88,6 +95,7 @@ DELTACHECK_HANDLER(kEncodeOnCuda, encode_on_cuda,
                        .Attr<ffi::Span<const int64_t>>("word_bytes")
                        .Attr<ffi::Span<const int64_t>>("chunks")
                        .Attr<ffi::Span<const int64_t>>("bounds")
+                       .Attr<ffi::Span<const int64_t>>("ordered")
                        .RemainingRets());
 
 }  // namespace

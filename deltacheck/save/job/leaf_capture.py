@@ -348,6 +348,7 @@ class LeafCapture:
                 m.state.base,
                 m.state.bounds,
                 m.state.spec.word_bytes,
+                _is_ordered(self._setup.policy, m.state),
                 law=None if m.law is None else (m.law.method, m.law.content()),
             )
             for m in group

@@ -46,8 +46,6 @@ def placed(data: Any, device: Any) -> Any:
 
 
 class TestDevice(CodecContract, VectorContract):
-    orders_words = False
-
     @pytest.fixture
     def codec(self, device: Any) -> Any:
         self.device = device

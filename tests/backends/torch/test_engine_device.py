@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 import deltacheck
 from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
-from deltacheck.backends.torch.capture import device_leaves
+from deltacheck.backends.torch.capture import device_leaves, self_test
 from deltacheck.backends.torch.capture import tensor_codec as codec
 from deltacheck.backends.torch.capture import windows as group
 from deltacheck.backends.torch.capture.staging import Staging
@@ -105,10 +105,13 @@ def run(jobs: list[GroupJob], device: Device, window_bytes: int = 1 << 20) -> li
 # --- the codec ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.base is not None and case.current.size], ids=str
 )
-def test_the_device_gives_the_bytes_of_the_host(case: Case, device: Device) -> None:
+def test_the_device_gives_the_bytes_of_the_host(case: Case, ordered: bool, device: Device) -> None:
+    if ordered and case.word_bytes != 2:
+        pytest.skip("only words of 2 bytes are ordered")
     assert case.base is not None
     base = device.place(torch.from_numpy(case.base.copy()))
     [made] = run(
@@ -118,12 +121,13 @@ def test_the_device_gives_the_bytes_of_the_host(case: Case, device: Device) -> N
                 base,
                 case.bounds,
                 case.word_bytes,
+                ordered,
             )
         ],
         device,
     )
     expected, updated = default_codec().encode(
-        case.current, case.base.copy(), case.bounds, case.word_bytes
+        case.current, case.base.copy(), case.bounds, case.word_bytes, ordered=ordered
     )
     assert same(made.encoded, expected)
     assert np.array_equal(base.cpu().numpy(), updated)
@@ -146,15 +150,19 @@ def test_windows_hold_every_chunk_once_and_no_more_bytes_than_they_may(
             device.place(torch.from_numpy(content.copy().view(np.uint8)))
             for content in (after, before)
         )
-        jobs.append(GroupJob(now, base, bounds, width))
+        jobs.append(GroupJob(now, base, bounds, width, ordered=width == 2))
         arrays.append(after)
     seen: list[tuple[int, int]] = []
     for made in run(jobs, device, window_bytes):
         chunks = [
             (span.job, span.first_chunk + i) for span in made.spans for i in range(span.chunks)
         ]
+        # Ordered chunks need three times their bytes.
         sizes = [
-            int(np.diff(jobs[job].bounds)[chunk]) * jobs[job].word_bytes for job, chunk in chunks
+            int(np.diff(jobs[job].bounds)[chunk])
+            * jobs[job].word_bytes
+            * (3 if jobs[job].ordered else 1)
+            for job, chunk in chunks
         ]
         assert sum(sizes) <= window_bytes or len(chunks) == 1
         stored = [chunks[row] for row in made.encoded.rows[:, 0].tolist()]
@@ -192,8 +200,8 @@ def test_a_device_that_computes_wrongly_is_found_before_it_is_used(what: str) ->
             }
             _bytes_at(at[what])[0] ^= 1
 
-    assert group.defect(Emulated()) == ""
-    assert "other bytes than the host" in group.defect(Emulated(Wrong()))
+    assert self_test.defect(Emulated()) == ""
+    assert "other bytes than the host" in self_test.defect(Emulated(Wrong()))
 
 
 def test_every_device_that_torch_sees_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,11 +233,11 @@ def test_a_device_that_fails_or_is_of_another_version_is_not_used() -> None:
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError("CUDA: an illegal instruction was encountered")
 
-    assert "an illegal instruction" in group.defect(Emulated(Failing()))
+    assert "an illegal instruction" in self_test.defect(Emulated(Failing()))
     older = type("Older", (Failing,), {"INTERFACE": emulated.INTERFACE - 1})
-    assert "another version" in group.defect(Emulated(older()))
+    assert "another version" in self_test.defect(Emulated(older()))
     none = type("None", (Failing,), {"problem": lambda self: "there is no CUDA device"})
-    assert group.defect(Emulated(none())) == "there is no CUDA device"
+    assert self_test.defect(Emulated(none())) == "there is no CUDA device"
 
 
 # --- the engine -----------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ class LeafCodec:
                 base.addressable_shards[shard].data,
             )
             parts.append(
-                _Part(number, first, GroupJob(current, base_shard, bounds, job.word_bytes))
+                _Part(number, first, job._replace(current=current, base=base_shard, bounds=bounds))
             )
         return parts
 

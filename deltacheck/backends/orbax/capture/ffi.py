@@ -49,8 +49,8 @@ class FfiCodec:
     ``encode`` and ``encode_group`` consume their bases. A program is compiled once for
     each list of shapes, dtypes and bounds in a group. On the CPU neither array is copied, but until
     the call returns the output takes address space for as many bytes as the group has. On a GPU it
-    takes twice that in device memory. A NumPy view of a base that still exists makes JAX copy the
-    base instead of donating it.
+    takes twice that in device memory, and four times that of ordered leaves. A NumPy view of a base
+    that still exists makes JAX copy the base instead of donating it.
 
     Args:
         window_bytes: The most bytes of a group, unless one leaf is larger. Larger: fewer calls;
@@ -203,7 +203,8 @@ def _encode(
 ) -> Any:
     edges = [np.frombuffer(encoded, np.uint64) for encoded in bounds]
     chunks = sum(leaf_edges.size - 1 for leaf_edges in edges)
-    total = sum(prod(base.shape) * base.dtype.itemsize for base in bases)
+    sizes = [prod(base.shape) * base.dtype.itemsize for base in bases]
+    total = sum(sizes)
     results = [
         *(_shaped(base.shape, base.dtype) for base in bases),
         _shaped((chunks, ROW_WIDTH), np.uint32),
@@ -212,9 +213,13 @@ def _encode(
         _shaped((total,), np.uint8),
     ]
     if platform == "CUDA":
+        # Those of ordered leaves count three times.
+        scratch_bytes = total + 2 * sum(
+            size for size, is_ordered in zip(sizes, ordered, strict=True) if is_ordered
+        )
         results += [
             _shaped((chunks, 4), np.uint32),
-            _shaped((_device().workspace_bytes(chunks, total),), np.uint8),
+            _shaped((_device().workspace_bytes(chunks, scratch_bytes),), np.uint8),
         ]
     call: Any = jax.ffi.ffi_call(
         f"deltacheck_encode_{platform.lower()}",
@@ -228,8 +233,7 @@ def _encode(
         word_bytes=np.array(word_bytes, np.int64),
         chunks=np.array([leaf_edges.size - 1 for leaf_edges in edges], np.int64),
         bounds=np.concatenate(edges).astype(np.int64),
-        # Only the encoder for the processor orders words.
-        **({"ordered": np.array(ordered, np.int64)} if platform == "cpu" else {}),
+        ordered=np.array(ordered, np.int64),
     )
     if platform == "CUDA":
         outputs = outputs[:-1]  # the workspace

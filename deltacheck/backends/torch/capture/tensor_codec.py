@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltacheck.backends.torch.capture import windows
+from deltacheck.backends.torch.capture import self_test, windows
 from deltacheck.backends.torch.capture.device import Accelerator
 from deltacheck.backends.torch.capture.device_memory import DeviceMemory
 from deltacheck.codec import default_codec
-from deltacheck.codec.base import U8, U64, Encoded, EncodedGroup, GroupJob, GroupSpan
+from deltacheck.codec.base import U8, U64, Encoded, EncodedGroup, GroupJob
 from deltacheck.codec.leaf_memory import HostMemory, LeafMemory
 
 log = logging.getLogger("deltacheck")
@@ -99,21 +99,9 @@ class TorchCodec:
         """
         by_device: dict[torch.device, list[int]] = {}
         for number, job in enumerate(jobs):
-            if job.law is not None:
-                make_room(job.current.numel())
-                base = self.host(job.base).copy()
-                encoded, _ = self._host.encode(
-                    self.host(job.current), base, job.bounds, job.word_bytes, law=job.law
-                )
-                beside = _beside(device_of(job.current), job._replace(base=base))
-                span = GroupSpan(number, 0, job.bounds.size - 1)
-                yield EncodedGroup([span], encoded, {number: beside}, None)
-                continue
             by_device.setdefault(job.current.device, []).append(number)
         # The state is read only when the last of the devices has enqueued its reads.
         unread = len(by_device)
-        if not unread:
-            all_read()
 
         def device_read() -> None:
             nonlocal unread
@@ -162,7 +150,7 @@ def _cuda(index: int) -> Accelerator:
         )
         return Accelerator(device, None)
     accelerator = Accelerator(device, _native_cuda)
-    problem = windows.defect(accelerator)
+    problem = self_test.defect(accelerator)
     if problem:
         log.warning("%s: its tensors are encoded in host memory: %s", device, problem)
         # A device that fails the test encodes on the host, so that no save depends on wrong bits.
@@ -185,7 +173,7 @@ def self_tests() -> dict[str, str]:
         Accelerator(torch.device("cuda", index), _native_cuda)
         for index in range(torch.cuda.device_count())
     ]
-    return {device.name: windows.defect(device) for device in devices}
+    return {device.name: self_test.defect(device) for device in devices}
 
 
 def device_of(tensor: torch.Tensor) -> Accelerator:

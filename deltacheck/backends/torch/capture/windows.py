@@ -15,30 +15,44 @@ from numpy.typing import NDArray
 
 from deltacheck.backends.torch.capture.device import Accelerator
 from deltacheck.backends.torch.capture.device_copies import ALIGNED, Layout, copied, parts_of
-from deltacheck.codec import default_codec
 from deltacheck.codec.base import (
     HEAD_ENTRIES,
+    LAW_BYTES,
     ROW_WIDTH,
     STREAMS,
+    TILE_ENTRY_BYTES,
     U8,
     U64,
+    UNCHANGED,
     Encoded,
     EncodedGroup,
     GroupJob,
     GroupSpan,
 )
-from deltacheck.leaf.digest import chunk_digests
 
 # The struct Chunk of the extension.
-CHUNK = np.dtype([("current", "<u8"), ("base", "<u8"), ("words", "<u4"), ("word_bytes", "<u4")])
-INTERFACE = 3  # of the extension, see module_cuda.cc
+CHUNK = np.dtype(
+    [
+        ("current", "<u8"),
+        ("base", "<u8"),
+        ("words", "<u4"),
+        ("word_bytes", "<u2"),
+        ("ordered", "u1"),
+        ("method", "u1"),
+        ("law", f"V{LAW_BYTES}"),
+    ]
+)
+INTERFACE = 4  # of the extension, see module_cuda.cc
+# How often the bytes of a chunk count in a workspace if it is ordered or has a law.
+_ORDERED_PIECES = 3
 WINDOWS = 2  # at a time: one is computed while the other is copied to the host
 
 
 def device_bytes(window_bytes: int) -> int:
     """Return the device memory that ``encode`` uses.
 
-    Each window has a copy of what it reads, a payload and a workspace.
+    Each window has a copy of what it reads, a payload, and a workspace, which ``window_bytes``
+    limits.
     """
     return 3 * WINDOWS * window_bytes
 
@@ -94,7 +108,8 @@ def _cut(
     size = 0
     for number, job in enumerate(jobs):
         words = np.diff(job.bounds)
-        ends = np.cumsum(words * np.uint64(job.word_bytes)).astype(np.int64)
+        pieces = _ORDERED_PIECES if job.ordered or job.law is not None else 1
+        ends = np.cumsum(words * np.uint64(job.word_bytes * pieces)).astype(np.int64)
         first = 0
         while first < words.size:
             before = int(ends[first - 1]) if first else 0
@@ -113,6 +128,10 @@ def _cut(
             table["current"] = np.uint64(job.current.data_ptr()) + offsets
             table["base"] = np.uint64(job.base.data_ptr()) + offsets
             table["words"], table["word_bytes"] = words[first:stop], job.word_bytes
+            table["ordered"] = job.ordered
+            if job.law is not None:
+                table["method"] = job.law[0]
+                table["law"] = np.void(job.law[1])
             spans.append(GroupSpan(number, first, stop - first))
             tables.append(table)
             size += int(ends[stop - 1]) - before
@@ -155,25 +174,30 @@ def _enqueue(
 ) -> _EnqueuedCall:
     sizes = table["words"].astype(np.int64) * table["word_bytes"]
     chunks, total = table.size, int(sizes.sum())
+    has_law = table["method"] != UNCHANGED
+    more_pieces = sizes[has_law | (table["ordered"] != 0)]
+    scratch_bytes = total + (_ORDERED_PIECES - 1) * int(more_pieces.sum())
+    # Always large enough, because no chunk is stored in more than its own bytes, apart from its law
+    # and, of a few words, its exceptions.
+    payload_bytes = total + (LAW_BYTES + TILE_ENTRY_BYTES) * int(has_law.sum())
     rows_at, digests_at, end = _places(chunks)
     host_table = device.pinned(table.nbytes)
     with device.aside() as stream:
         copies = _own_copies(device, jobs, spans, table)
         host_table.numpy()[:] = table.view(np.uint8)
-        workspace = device.empty(device.native.workspace_bytes(chunks, total))
-        # Always large enough, because no chunk is stored in more than its own bytes.
-        payload = device.empty(max(1, total))
+        workspace = device.empty(device.native.workspace_bytes(chunks, scratch_bytes))
+        payload = device.empty(max(1, payload_bytes))
         results = device.empty(end)
         address = results.data_ptr()
         device.native.encode(
             table=host_table.data_ptr(),
             chunks=chunks,
-            bytes=total,
+            bytes=scratch_bytes,
             workspace=workspace.data_ptr(),
             rows=address + rows_at,
             head=address,
             payload=payload.data_ptr(),
-            payload_bytes=total,
+            payload_bytes=payload_bytes,
             digests=address + digests_at,
             stream=stream,
         )
@@ -225,84 +249,3 @@ def _places(chunks: int) -> tuple[int, int, int]:
     rows_at = -(-HEAD_ENTRIES * 8 // ALIGNED) * ALIGNED
     digests_at = rows_at + -(-chunks * ROW_WIDTH * 4 // ALIGNED) * ALIGNED
     return rows_at, digests_at, digests_at + chunks * 16
-
-
-def defect(device: Accelerator) -> str:
-    """Return the reason why the device encoder cannot be used; empty if it passes its test.
-
-    It is run once for each device in a process, before the first use. A driver, compiler or
-    processor that computes wrong bits would otherwise be noticed only at a restore.
-    """
-    native = device.native
-    # A library of another build would read the table with another layout.
-    if (INTERFACE, CHUNK.itemsize, HEAD_ENTRIES) != (
-        native.INTERFACE,
-        native.CHUNK_BYTES,
-        native.HEAD_ENTRIES,
-    ):
-        return "the CUDA encoder is of another version than this package: build it again"
-    problem: str | None = native.problem()
-    if problem is not None:
-        return problem
-    try:
-        return _wrong_on(device)
-    # Errors of CUDA arrive as ``RuntimeError``. Saves then go on with the host encoder.
-    except RuntimeError as error:
-        return f"the CUDA encoder failed: {error}"
-
-
-def _wrong_on(device: Accelerator) -> str:
-    """Encode a small state, and return the first difference from the host encoder."""
-    # A fixed seed, so that a failure can be repeated.
-    random = np.random.default_rng(0)
-    host = default_codec()
-    jobs, expected = [], []
-    # All widths of words, each with chunks of which few, some and most words change.
-    for word_bytes in (1, 2, 4, 8):
-        words = 40_000 // word_bytes
-        bounds = np.array([0, words // 9, words // 3, words], np.uint64)
-        before = random.integers(0, 1 << 20, words).astype(f"<u{word_bytes}")
-        after = before.copy()
-        for first, stop, share in zip(
-            bounds[:-1].tolist(), bounds[1:].tolist(), (0.01, 0.3, 0.9), strict=True
-        ):
-            is_changed = random.random(stop - first) < share
-            after[first:stop][is_changed] += random.integers(1, 1000, int(is_changed.sum())).astype(
-                after.dtype
-            )
-        now, base = after.view(np.uint8), before.view(np.uint8)
-        encoded, updated = host.encode(now, base.copy(), bounds, word_bytes)
-        assert updated is not None
-        expected.append(
-            (encoded, updated, chunk_digests(now, bounds, word_bytes, encoded.rows[:, 0].tolist()))
-        )
-        with device.aside():
-            current, shadow = (
-                device.empty(now.size).copy_(torch.from_numpy(content.copy()))
-                for content in (now, base)
-            )
-        jobs.append(GroupJob(current, shadow, bounds, word_bytes))
-    for number, (job, (encoded, updated, digests)) in enumerate(zip(jobs, expected, strict=True)):
-        [group] = encode(
-            device, jobs[number : number + 1], 1 << 20, lambda size: None, lambda: None
-        )
-        is_equal = group.encoded.streams.keys() == encoded.streams.keys() and np.array_equal(
-            group.encoded.rows, encoded.rows
-        )
-        is_equal = is_equal and all(
-            np.array_equal(group.encoded.streams[name], encoded.streams[name])
-            for name in encoded.streams
-        )
-        with device.aside():
-            base = job.base.cpu().numpy()
-        if not (
-            is_equal
-            and np.array_equal(base, updated)
-            and group.digests is not None
-            and np.array_equal(group.digests, digests)
-        ):
-            return (
-                f"the CUDA encoder gave other bytes than the host's for words of {job.word_bytes}"
-                " bytes; please report this"
-            )
-    return ""
