@@ -132,14 +132,14 @@ def places_of(shape: tuple[int, ...], part: int, elements: Places) -> Places:
     return (blocks * LAW_PARTS + part) * shape[2] + columns
 
 
-def sample_places(elements: int, most: int = _FIT_ELEMENTS) -> Places:
+def sample_places(elements: int) -> Places:
     """Return the places of evenly spread elements in the group of a parameter, ``(3, n)``."""
     shape = group_shape(elements)
     blocks, _, size = shape
-    stride = max(1, blocks * size // most)
+    stride = max(1, blocks * size // _FIT_ELEMENTS)
     columns = np.arange(0, max(1, size - size % stride), stride)
-    picked = (np.arange(blocks)[:, None] * size + columns).reshape(-1)
-    return np.stack([places_of(shape, part, picked) for part in range(LAW_PARTS)])
+    sample = (np.arange(blocks)[:, None] * size + columns).reshape(-1)
+    return np.stack([places_of(shape, part, sample) for part in range(LAW_PARTS)])
 
 
 def part_of(group: Any, part: int, first: int, stop: int, out: Any = None) -> Any:

@@ -66,9 +66,9 @@ class DeviceMemory:
 
     def picked(self, content: torch.Tensor, element: np.dtype[Any], places: Places) -> NDArray[Any]:
         with self.device.aside():
-            rows = torch.from_numpy(places.reshape(-1)).to(content.device)
-            picked = content.view(-1, element.itemsize)[rows].reshape(-1)
-        values: NDArray[Any] = self._fetched(picked).view(element).reshape(places.shape)
+            numbers = torch.from_numpy(places.reshape(-1)).to(content.device)
+            sample = content.view(-1, element.itemsize)[numbers].reshape(-1)
+        values: NDArray[Any] = self._fetched(sample).view(element).reshape(places.shape)
         return values
 
     def grouped(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
