@@ -34,7 +34,7 @@ from deltacheck import Policy, _native
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.files.evaluation import peer_save
 from deltacheck.codec import NativeCodec, adam_law
-from deltacheck.codec.adam_law import Law
+from deltacheck.codec.adam_law import Law, Sample
 from deltacheck.codec.base import GRADIENT_LAW, MEAN_LAW
 from deltacheck.store.files import arrays
 from deltacheck.store.files.arrays import ArraySpec
@@ -416,15 +416,20 @@ Laws = dict[str, Law | None]
 
 def group_of(moments: Moments) -> F32:
     """Return the group of a parameter."""
-    return adam_law.grouped(moments.parts)
+    group: F32 = adam_law.grouped(moments.parts)
+    return group
+
+
+def sampled(moments: Moments) -> F32:
+    """Return the elements of a parameter of which a law is found."""
+    return group_of(moments).reshape(-1)[adam_law.sample_places(moments.weight.size)]
 
 
 def laws_of(before: Snapshot, now: Snapshot, training: Training, steps: int) -> Laws:
     """Return the law that a save finds for each parameter, ``None`` without one."""
     return {
         name: adam_law.find(
-            group_of(before[name]),
-            group_of(now[name]),
+            Sample(sampled(before[name]), sampled(now[name])),
             [training.betas],
             training.eps(),
             one_step=steps == 1,

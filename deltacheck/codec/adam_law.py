@@ -26,12 +26,12 @@ from deltacheck.codec.base import (
     ROW_GAP_BYTES,
     ROW_WIDE_COUNT,
     STEPS_LAW,
-    U8,
 )
 from deltacheck.codec.extension import native
 
 F32: TypeAlias = NDArray[np.float32]
 F64: TypeAlias = NDArray[np.float64]
+Places: TypeAlias = NDArray[np.intp]
 
 # Permanent: the most elements of a block. The chunks of a group are then its blocks.
 MOST_BLOCK = 87381
@@ -107,15 +107,39 @@ def group_shape(elements: int) -> tuple[int, int, int]:
     return blocks, LAW_PARTS, -(-elements // blocks)
 
 
-def grouped(parts: Sequence[F32]) -> F32:
-    """Return weight, m and v, 1-D and of equal length, as one group."""
-    blocks, _, size = group_shape(parts[0].size)
-    group = np.zeros((blocks, LAW_PARTS, size), np.float32)
+def grouped(parts: Sequence[Any], out: Any = None) -> Any:
+    """Return weight, m and v as one group.
+
+    Args:
+        parts: float32, 1-D, of equal length: NumPy arrays, or tensors on one device.
+        out: Zeroed memory of the group's shape, where the parts are; ``None``: host memory.
+    """
+    shape = group_shape(len(parts[0]))
+    group, size = np.zeros(shape, np.float32) if out is None else out, shape[2]
+    # All but the last block are full. A few calls are enough, since each of them costs a device
+    # more than a block.
+    full, rest = divmod(len(parts[0]), max(1, size))
     for number, part in enumerate(parts):
-        for block in range(blocks):
-            piece = part[block * size : (block + 1) * size]
-            group[block, number, : piece.size] = piece
+        group[:full, number] = part[: full * size].reshape(full, size)
+        if rest:
+            group[full, number, :rest] = part[full * size :]
     return group
+
+
+def places_of(shape: tuple[int, ...], part: int, elements: Places) -> Places:
+    """Return the places of some elements of a part in a group of this shape."""
+    blocks, columns = np.divmod(elements, shape[2])
+    return (blocks * LAW_PARTS + part) * shape[2] + columns
+
+
+def sample_places(elements: int) -> Places:
+    """Return the places of evenly spread elements in the group of a parameter, ``(3, n)``."""
+    shape = group_shape(elements)
+    blocks, _, size = shape
+    stride = max(1, blocks * size // _FIT_ELEMENTS)
+    columns = np.arange(0, max(1, size - size % stride), stride)
+    sample = (np.arange(blocks)[:, None] * size + columns).reshape(-1)
+    return np.stack([places_of(shape, part, sample) for part in range(LAW_PARTS)])
 
 
 def part_of(group: Any, part: int, first: int, stop: int, out: Any = None) -> Any:
@@ -138,36 +162,20 @@ def part_of(group: Any, part: int, first: int, stop: int, out: Any = None) -> An
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Elements of a group at two saves; all arrays are float32, 1-D, of equal length."""
+    """Elements of a group at two saves, those of ``sample_places``, float32 ``(3, n)``."""
 
-    before: tuple[F32, F32, F32]
-    now: tuple[F32, F32, F32]
-
-    @classmethod
-    def of(cls, before: F32, now: F32, elements: int = _FIT_ELEMENTS) -> Sample:
-        """Take evenly spread elements of two groups."""
-        _, _, size = now.shape
-        stride = max(1, now.size // LAW_PARTS // elements)
-        groups = [
-            tuple(
-                np.ascontiguousarray(group[:, part, : size - size % stride : stride]).reshape(-1)
-                if size >= stride
-                else group[:, part, 0].copy()
-                for part in range(LAW_PARTS)
-            )
-            for group in (before, now)
-        ]
-        return cls(*groups)  # type: ignore[arg-type]
+    before: F32
+    now: F32
 
     def thinned(self, elements: int) -> Sample:
         """Take every n-th element."""
-        stride = max(1, self.now[0].size // elements)
-        thin = [tuple(part[::stride].copy() for part in group) for group in (self.before, self.now)]
-        return Sample(*thin)  # type: ignore[arg-type]
+        stride = max(1, self.now.shape[1] // elements)
+        return Sample(self.before[:, ::stride].copy(), self.now[:, ::stride].copy())
 
     def cost(self, law: Law) -> float:
         """Return the bytes of exceptions, of the bytes of the sample; 1 if the law is no use."""
-        before, now = (np.concatenate(group).view(np.uint8) for group in (self.before, self.now))
+        # Copies, since the encoder updates its base.
+        before, now = (group.flatten().view(np.uint8) for group in (self.before, self.now))
         bounds = np.array([0, now.size // _WORD], np.uint64)
         rows, _ = native.encode(now, before, bounds, _WORD, law.method, law=law.content())
         if not rows.shape[0]:
@@ -182,8 +190,7 @@ class Sample:
 
 
 def find(
-    before: F32,
-    now: F32,
+    sample: Sample,
     betas: Sequence[tuple[float, float]],
     eps: float,
     *,
@@ -193,8 +200,7 @@ def find(
     """Find the law that leads from one group to the next.
 
     Args:
-        before: The group at the save before, float32 ``(blocks, 3, size)``.
-        now: The same now.
+        sample: Elements of both.
         betas: The decay rates that are tried.
         eps: The constant of the update, in units of the root of v as it is stored.
         one_step: Whether there was one step between both. False: several.
@@ -203,8 +209,7 @@ def find(
     Returns:
         The law, or ``None`` if a plain delta is smaller.
     """
-    sample = Sample.of(before, now)
-    if not all(np.isfinite(part).all() for group in (sample.before, sample.now) for part in group):
+    if not all(np.isfinite(group).all() for group in (sample.before, sample.now)):
         return None
     if not one_step:
         return _several_steps(sample, betas[0], eps)
@@ -354,8 +359,3 @@ def _scales(sample: Sample, beta1: float) -> list[float]:
     factor = top / _BINS + float(np.median(distances[np.abs(distances) < 2 / _BINS]))
     words = int(np.float32(2.0**factor).view(np.uint32)) + np.array([0, 1, -1, 2, -2, 3, -3])
     return [1.0, *words.astype(np.uint32).view(np.float32).tolist()]
-
-
-def as_group(content: U8, shape: tuple[int, ...]) -> F32:
-    """Return the bytes of a group as float32 ``(blocks, 3, size)``, without a copy."""
-    return content.view(np.float32).reshape(shape)

@@ -74,7 +74,7 @@ class Saver:
         self.is_exact = policy.is_exact
         shadow_file = ShadowFile() if options.shadow == "mapped" else None
         self._setup = Setup(store, codec, policy, options, shadow_file)
-        self._treatment = Treatment(policy, codec.host, self._shadow)
+        self._treatment = Treatment(policy, codec, self._shadow)
         compactor = (
             Compactor(store, policy, options.io_timeout_seconds) if settings.merges else None
         )
@@ -274,7 +274,7 @@ class Saver:
         leaf = self.chains.leaves.get(path)
         if leaf is None or leaf.base is None:
             return None
-        return Shadow(leaf.spec, self.codec.host(leaf.base))
+        return Shadow(leaf.spec, leaf.base)
 
     # --- chains -----------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -35,6 +36,9 @@ from deltacheck.save.progress import Progress
 # until the call.
 _SMALL_BYTES = 256 << 10
 _MOST_TOGETHER_BYTES = 8 << 20
+# Groups on a device are encoded when they have so many bytes. Larger: fewer calls; smaller: less
+# device memory, which they take until then.
+_MOST_CODED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +48,9 @@ class _GroupMember:
     leaf: LeafSave
     state: LeafState
     source: LeafSource
-    current: Any
     is_coded: bool
+    current: Any
+    law: Law | None
 
 
 class LeafCapture:
@@ -89,6 +94,7 @@ class LeafCapture:
         """
         group: list[_GroupMember] = []
         small: list[_GroupMember] = []
+        coded_bytes = 0
         small_bytes, most_bytes = 0, min(_MOST_TOGETHER_BYTES, self._parts.part_bytes)
         while sources:
             member = self._capture_leaf(sources.popleft())
@@ -96,17 +102,27 @@ class LeafCapture:
                 continue
             if not _is_small(member.current, self._parts.part_bytes):
                 group.append(member)
+                coded_bytes += member.state.spec.raw_bytes if member.is_coded else 0
+                if coded_bytes >= _MOST_CODED_BYTES:
+                    self._encode_group(group, is_last=False)
+                    group, coded_bytes = [], 0
                 continue
             if small_bytes + member.current.size > most_bytes:
-                _encode_small(self._parts, self._setup.policy, small)
+                self._add(_encode_small(self._parts, self._setup.policy, small))
                 small, small_bytes = [], 0
             small.append(member)
             small_bytes += member.current.size
-        _encode_small(self._parts, self._setup.policy, small)
+        # Read before training may go on, and stored in the order of a save from host memory.
+        encoded_small = _encode_small(self._parts, self._setup.policy, small)
         # As large as the largest leaf that was stored whole.
         self._copy = None
         if group:
-            self._encode_group(group)
+            self._encode_group(group, is_last=True)
+        self._add(encoded_small)
+
+    def _add(self, pieces: Sequence[EncodedChunks]) -> None:
+        for piece in pieces:
+            self._parts.add(piece)
 
     def _capture_leaf(self, source: LeafSource) -> _GroupMember | None:
         """Capture one leaf; return it if it is to be encoded together with others."""
@@ -133,15 +149,18 @@ class LeafCapture:
             self._capture_whole(leaf, state, source, content)
             return None
         if coded.data is not None:
-            joined = self._encode_alone(leaf, state, coded)
-            if joined is not None:
-                return _GroupMember(leaf, state, source, joined, is_coded)
+            member = self._encode_alone(leaf, state, source, coded, is_coded=is_coded)
+            if member is not None:
+                return member
         source.check(state.base, is_coded=is_coded)
         return None
 
-    def _encode_alone(self, leaf: LeafSave, state: LeafState, coded: Coded) -> Any:
-        """Encode a leaf, or return its content if it is to be encoded together with others."""
+    def _encode_alone(
+        self, leaf: LeafSave, state: LeafState, source: LeafSource, coded: Coded, *, is_coded: bool
+    ) -> _GroupMember | None:
+        """Encode a leaf, or return it if it is to be encoded together with others."""
         codec, spec, current = self._setup.codec, state.spec, coded.data
+        member = partial(_GroupMember, leaf, state, source, is_coded)
         if coded.is_new and state.base is not None:
             state.base = codec.copy(current, state.base)
             self._prove(leaf, spec, state.base)
@@ -150,15 +169,15 @@ class LeafCapture:
             state.base = codec.copy(current, self._memory_of(state, current))
             self._prove(leaf, spec, state.base)
             self.keyframes.append(leaf)
+        elif self._group_codec is not None and self._group_codec.grouped(current, state.base):
+            # One call for many leaves: each call of a device costs more than a small leaf.
+            self._prove(leaf, spec, current)
+            return member(current, None if coded.law is None else coded.law(state.base))
         elif coded.law is not None:
             law = coded.law(state.base)
             self._encode(default_codec(), leaf, state, self._proven(leaf, spec, current), law)
         elif _is_small(current, self._parts.part_bytes) and isinstance(state.base, np.ndarray):
-            return self._proven(leaf, spec, current)
-        elif self._group_codec is not None and self._group_codec.grouped(current, state.base):
-            # One call for many leaves: each call of a device costs more than a small leaf.
-            self._prove(leaf, spec, current)
-            return current
+            return member(self._proven(leaf, spec, current), None)
         else:
             self._encode(codec, leaf, state, self._proven(leaf, spec, current))
         return None
@@ -304,8 +323,13 @@ class LeafCapture:
         for first in range(0, chunks, step):
             yield first, min(chunks, first + step)
 
-    def _encode_group(self, group: Sequence[_GroupMember]) -> None:
-        """Encode leaves on their device, a few calls for all of them."""
+    def _encode_group(self, group: Sequence[_GroupMember], *, is_last: bool) -> None:
+        """Encode leaves on their device, a few calls for all of them.
+
+        Args:
+            group: The leaves.
+            is_last: True if the save has then read all leaves.
+        """
         codec = self._group_codec
         assert codec is not None
 
@@ -315,7 +339,8 @@ class LeafCapture:
             for member in group:
                 if member.source.recheck is not None:
                     member.source.recheck()
-            self._progress.mark_reads_enqueued()
+            if is_last:
+                self._progress.mark_reads_enqueued()
 
         jobs = [
             GroupJob(
@@ -324,6 +349,7 @@ class LeafCapture:
                 m.state.bounds,
                 m.state.spec.word_bytes,
                 _is_ordered(self._setup.policy, m.state),
+                law=None if m.law is None else (m.law.method, m.law.content()),
             )
             for m in group
         ]
@@ -365,8 +391,11 @@ def _chain_of(states: dict[str, LeafState], path: str, spec: LeafSpec, *, stays:
     return state
 
 
-def _encode_small(parts: PartWriter, policy: Policy, members: Sequence[_GroupMember]) -> None:
+def _encode_small(
+    parts: PartWriter, policy: Policy, members: Sequence[_GroupMember]
+) -> list[EncodedChunks]:
     """Encode leaves in host memory, those with the same keyframe's segment in one call."""
+    pieces = []
     by_segment: dict[str, list[_GroupMember]] = {}
     for member in members:
         by_segment.setdefault(member.state.key_segment, []).append(member)
@@ -386,9 +415,10 @@ def _encode_small(parts: PartWriter, policy: Policy, members: Sequence[_GroupMem
         )
         starts = accumulate((m.state.bounds.size - 1 for m in together), initial=0)
         spans = [Span(m.leaf, start, 0) for m, start in zip(together, starts, strict=False)]
-        parts.add(EncodedChunks(spans, encoded, None))
+        pieces.append(EncodedChunks(spans, encoded, None))
         for member in together:
             member.source.check(member.state.base, is_coded=member.is_coded)
+    return pieces
 
 
 def _is_ordered(policy: Policy, state: LeafState) -> bool:

@@ -38,7 +38,7 @@ class Coded(NamedTuple):
     spec: LeafSpec | None
     data: Any
     is_new: bool = False
-    law: Callable[[U8], Law | None] | None = None
+    law: Callable[[Any], Law | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -21,9 +22,16 @@ def sample(values: Array) -> Array:
     """Return evenly spread blocks of a 1-D array; all of it if it is no larger than the sample."""
     if values.size <= SAMPLE_BLOCKS * SAMPLE_BLOCK:
         return values
-    starts = np.linspace(0, values.size - SAMPLE_BLOCK, SAMPLE_BLOCKS).astype(np.int64)
-    blocks: Array = values[(starts[:, None] + np.arange(SAMPLE_BLOCK)).reshape(-1)]
+    blocks: Array = values[places_of_sample(values.size)]
     return blocks
+
+
+def places_of_sample(size: int) -> NDArray[np.intp]:
+    """Return the places of ``sample`` in an array of so many elements."""
+    if size <= SAMPLE_BLOCKS * SAMPLE_BLOCK:
+        return np.arange(size)
+    starts = np.linspace(0, size - SAMPLE_BLOCK, SAMPLE_BLOCKS).astype(np.intp)
+    return (starts[:, None] + np.arange(SAMPLE_BLOCK)).reshape(-1)
 
 
 def octaves_apart(first: Array, second: Array) -> float | None:

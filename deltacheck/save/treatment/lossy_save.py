@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from deltacheck.codec.derivation import Derived
+from deltacheck.codec.leaf_memory import LeafMemory
 from deltacheck.leaf.contracts import PeakRate, Promise
-from deltacheck.leaf.digest import digest_of
+from deltacheck.leaf.digest import digest_of, leaf_digest
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import Policy
 from deltacheck.policy.decide import Decision, Situation
@@ -69,17 +70,31 @@ class LossySave:
         Raises:
             SnapshotTorn: The leaf has changed since the save, or since the last call.
         """
-        values, path = self.reader.captured(source), source.spec.path
-        digest = value_digest(source.spec, values)
+        values = self.reader.captured(source)
+        self._note(source.spec.path, digest_of(source.spec, values.view(np.uint8)))
+        return values
+
+    def held(self, source: LeafSource) -> Any:
+        """Return the content of a leaf as ``read`` does, in the memory that it lies in."""
+        current = source.current()
+        memory = self.reader.memory_of(current)
+        content = memory.held(current, is_own=source.is_own)
+        # What nothing writes to is hashed once.
+        if not source.is_own or source.spec.path not in self._digests:
+            self._note(source.spec.path, leaf_digest(memory.digests(content, source.spec)))
+        # A device has read the leaf only now, since the digests have come to the host.
+        source.check(content)
+        return content
+
+    def _note(self, path: str, digest: str) -> None:
         known = self._digests.setdefault(path, digest)
         if digest != known:
             raise torn_between_reads(path, known, digest)
-        return values
 
     def digest(self, source: LeafSource) -> str:
         """Return the digest of a leaf, which is read if that has not been done in this save."""
         if source.spec.path not in self._digests:
-            self.read(source)
+            self.held(source)
         return self._digests[source.spec.path]
 
     def promise(self, path: str, derived: Derived, promise: Promise | None) -> None:
@@ -173,6 +188,15 @@ class ParameterSave:
         """Return a copy of the values of a leaf, 1-D (``LossySave.read``)."""
         return self.save.read(self.sources[path])
 
+    def together(self, *paths: str) -> tuple[LeafMemory, list[Any]]:
+        """Return a memory, and the contents of leaves there (``LossySave.held``)."""
+        contents = [self.save.held(self.sources[path]) for path in paths]
+        return self.save.reader.together(contents)
+
+    def digest(self, path: str) -> str:
+        """Return the digest of a leaf (``LossySave.digest``)."""
+        return self.save.digest(self.sources[path])
+
     def exactly(self, path: str) -> Any:
         """Return the content that stores a leaf as it is."""
         return self.sources[path].current()
@@ -202,8 +226,3 @@ def read_together(
         # Without all of them, nothing is gained by a copy.
         views=tuple(views.values()) if all(member.views for member in group) else (),
     )
-
-
-def value_digest(spec: LeafSpec, values: Array) -> str:
-    """Return the leaf digest of 1-D values."""
-    return digest_of(spec, values.view(np.uint8))

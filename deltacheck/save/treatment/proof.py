@@ -15,7 +15,6 @@ from deltacheck.policy.decide import is_treatable
 from deltacheck.policy.parameters import Hyperparameters, Parameter, Roles
 from deltacheck.save.job.source import LeafSource
 from deltacheck.save.treatment.cells import Layout
-from deltacheck.save.treatment.error_measures import sample
 from deltacheck.save.treatment.run_state import LeafReader, Pairs, RunState
 
 # Saves at which leaves are compared with those of the save before, while one has no state.
@@ -61,7 +60,7 @@ def paired(
     states = _open_states(leaf_roles, sources, open_names)
     shapes = states.keys() & leaves.keys()
     candidates = [sources[path] for shape in shapes for path in leaves[shape]]
-    if candidates and not any(reader.stored(s.spec.path, s.spec) is not None for s in candidates):
+    if candidates and all(reader.stored_sample(s.spec.path, s.spec) is None for s in candidates):
         return _without_rivals(pairs.result)
     evidence = dict(pairs.evidence)
     for shape in shapes:
@@ -126,11 +125,11 @@ def _change(reader: LeafReader, source: LeafSource) -> Any:
 
     ``None``: the last save has not stored it exactly, or nothing has changed.
     """
-    last = reader.stored(source.spec.path, source.spec)
+    last = reader.stored_sample(source.spec.path, source.spec)
     if last is None:
         return None
     with np.errstate(invalid="ignore", over="ignore"):  # a leaf may have NaN and infinities
-        change = sample(reader.live(source)).astype(np.float64) - sample(last)
+        change = reader.sample(source).astype(np.float64) - last
         change -= change.mean()
         return change if 0 < np.vdot(change, change) < np.inf else None
 
@@ -150,7 +149,7 @@ def _evidence(
     if not rate or beta1 is None or beta2 is None or count is None:
         return {}
     first, second = (
-        sample(reader.live(sources[str(path)])) for path in (parameter.first, parameter.second)
+        reader.sample(sources[str(path)]) for path in (parameter.first, parameter.second)
     )
     with np.errstate(all="ignore"):  # a state of zeros, or with NaN, is no evidence
         update = adam.update(first, second, constants.eps or 1e-8, count, (beta1, beta2))
@@ -209,9 +208,7 @@ def _is_cast(
     for cell in layout.cells([weight, master]):
         if len(cell.names) < 2:  # cut in different ways
             return False
-        weights, masters = (
-            sample(reader.live(sources[cell.names[path]])) for path in (weight, master)
-        )
+        weights, masters = (reader.sample(sources[cell.names[path]]) for path in (weight, master))
         restored = derivation.cast(masters, weights.dtype)
         if weights.dtype.itemsize != 2 or not np.array_equal(
             weights.view(np.uint8), restored.view(np.uint8)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from deltacheck.codec import adam_law
 from deltacheck.codec.adam_law import Law
-from deltacheck.codec.base import U8
+from deltacheck.codec.base import U8, Codec
+from deltacheck.codec.leaf_memory import HostMemory, LeafMemory, PlacedCodec
 from deltacheck.leaf.contracts import PeakRate
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import refresh
@@ -19,15 +20,15 @@ from deltacheck.policy.events import Detector
 from deltacheck.policy.parameters import Roles
 from deltacheck.policy.stage import Stage
 from deltacheck.save.job.source import LeafSource
-from deltacheck.save.treatment.error_measures import Array
+from deltacheck.save.treatment.error_measures import Array, places_of_sample
 
 
 @dataclass(frozen=True, slots=True)
 class Shadow:
-    """The stored form of a leaf and its decoded bytes in host memory (uint8, 1-D)."""
+    """The stored form of a leaf, and its decoded content in the codec's form."""
 
     spec: LeafSpec
-    data: U8
+    data: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +36,42 @@ class LeafReader:
     """Access to leaves as they are now, and as they are stored.
 
     Args:
-        host: Return a source's bytes in host memory.
+        memory_of: Return the memory that content of the codec lies in.
         shadow: Return what is stored of a leaf, by path.
     """
 
-    host: Callable[[Any], U8]
+    memory_of: Callable[[Any], LeafMemory]
     shadow: Callable[[str], Shadow | None]
+
+    @classmethod
+    def of(cls, codec: Codec[Any], shadow: Callable[[str], Shadow | None]) -> LeafReader:
+        """Return the access to leaves in the form that a codec takes."""
+        if isinstance(codec, PlacedCodec):
+            return cls(codec.memory_of, shadow)
+        host = HostMemory(codec.host)
+        return cls(lambda content: host, shadow)
+
+    def host(self, content: Any) -> U8:
+        """Return content in host memory, without a copy if possible."""
+        return self.memory_of(content).host(content)
+
+    def together(self, contents: Sequence[Any]) -> tuple[LeafMemory, list[Any]]:
+        """Return contents in one memory: the one that all of them lie in, or that of the host."""
+        memories = [self.memory_of(content) for content in contents]
+        if all(memory == memories[0] for memory in memories):
+            return memories[0], list(contents)
+        on_host = [self.host(content) for content in contents]
+        return self.memory_of(on_host[0]), on_host
 
     def live(self, source: LeafSource) -> Array:
         """Return the leaf's present values, 1-D: a view, to decide by."""
         return self.host(source.current()).view(source.spec.element.numpy)
+
+    def sample(self, source: LeafSource) -> Array:
+        """Return a sample of the leaf's present values (``error_measures``)."""
+        content, spec = source.current(), source.spec
+        places = places_of_sample(math.prod(spec.shape))
+        return self.memory_of(content).picked(content, spec.element.numpy, places)
 
     def captured(self, source: LeafSource) -> Array:
         """Return a copy of the leaf's values, 1-D, to store or to promise something of.
@@ -59,16 +86,24 @@ class LeafReader:
     def stored(self, path: str, spec: LeafSpec) -> Array | None:
         """Return the stored values of a leaf, 1-D; ``None`` if there are none of this form."""
         shadow = self.shadow(path)
+        if shadow is None or shadow.spec != spec:
+            return None
+        return self.host(shadow.data).view(spec.element.numpy)
+
+    def stored_sample(self, path: str, spec: LeafSpec) -> Array | None:
+        """Return a sample of what is stored of a leaf: alone, or as the weight of a group.
+
+        ``None``: there is nothing of these forms.
+        """
+        shadow, elements = self.shadow(path), math.prod(spec.shape)
         if shadow is None:
             return None
-        group = adam_law.group_shape(math.prod(spec.shape))
+        places, group = places_of_sample(elements), adam_law.group_shape(elements)
         if shadow.spec == LeafSpec.of(path, group, "float32") and spec.dtype == "float32":
-            parts = adam_law.as_group(shadow.data, group)
-            weight: Array = adam_law.part_of(parts, 0, 0, math.prod(spec.shape))
-            return weight
-        if shadow.spec != spec:
+            places = adam_law.places_of(group, 0, places)
+        elif shadow.spec != spec:
             return None
-        return shadow.data.view(spec.element.numpy)
+        return self.memory_of(shadow.data).picked(shadow.data, spec.element.numpy, places)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from deltacheck.codec.base import U8
+from deltacheck.codec.base import Codec
 from deltacheck.leaf.contracts import PeakRate
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Node, scalars
@@ -100,15 +100,15 @@ class Treatment:
 
     Args:
         policy: The policy.
-        host: Return a source's bytes in host memory.
+        codec: The codec of the backend's memory.
         shadow: Return what is stored of a leaf, by path.
     """
 
     def __init__(
-        self, policy: Policy, host: Callable[[Any], U8], shadow: Callable[[str], Shadow | None]
+        self, policy: Policy, codec: Codec[Any], shadow: Callable[[str], Shadow | None]
     ) -> None:
         self._policy = policy
-        self._reader = LeafReader(host, shadow)
+        self._reader = LeafReader.of(codec, shadow)
         self._run = RunState()
         self._find_roles = roles.Finder()
 

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from deltacheck.codec import derivation
 from deltacheck.codec.lossy import lattice, nested
 from deltacheck.leaf.contracts import Bounded, Promise
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy.decide import Decision
 from deltacheck.save.job.source import Coded
 from deltacheck.save.treatment.error_measures import Array, relative_error
-from deltacheck.save.treatment.lossy_save import ParameterSave, value_digest
+from deltacheck.save.treatment.lossy_save import ParameterSave
 
 
 class WeightCapture:
@@ -78,20 +77,17 @@ class WeightCapture:
         It is stored exactly if the cast differs from it by more than the contract allows.
         """
         group, save = self._group, self._group.save
-        spec, live, master = group.spec(path), group.live(path), group.live(decision.of)
         bounded = group.decisions.get(decision.of)
         error = None
         if bounded is not None and bounded.terms is not None:
-            error = self._cast_error(live, master, bounded)
+            error = self._cast_error(group.live(path), group.live(decision.of), bounded)
         if error is None:
             # The master is stored exactly, so the cast must be equal bit for bit.
-            restored = derivation.cast(master, spec.element.numpy)
-            # Bits are compared: a NaN differs from itself, and -0.0 equals 0.0.
-            if not np.array_equal(restored.view(np.uint16), live.view(np.uint16)):
+            memory, contents = group.together(path, decision.of)
+            if not memory.is_cast(contents[0], contents[1], group.spec(path).element.numpy):
                 save.run.doubt_proof()
                 return group.exactly(path)
-            derived = group.derived(path, decision, digest=value_digest(spec, live))
-            save.promise(path, derived, None)
+            save.promise(path, group.derived(path, decision, digest=group.digest(path)), None)
             return Coded(None, None)
         assert isinstance(decision.terms, Bounded)
         # "not <=" and not ">", which a NaN would pass.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from deltacheck.backends.torch.capture import self_test, windows
 from deltacheck.backends.torch.capture.device import Accelerator
-from deltacheck.backends.torch.capture.staging import Staging
+from deltacheck.backends.torch.capture.device_memory import DeviceMemory
 from deltacheck.codec import default_codec
-from deltacheck.codec.base import U8, U64, Codec, Encoded, EncodedGroup, GroupJob
+from deltacheck.codec.base import U8, U64, Encoded, EncodedGroup, GroupJob
+from deltacheck.codec.leaf_memory import HostMemory, LeafMemory
 
 log = logging.getLogger("deltacheck")
 
@@ -32,7 +33,8 @@ class TorchCodec:
     """
 
     def __init__(self) -> None:
-        self._host: Codec[Any] = default_codec()
+        self._host = default_codec()
+        self._host_memory = HostMemory(self._host.host)
         self.run_bytes = self._host.run_bytes
 
     def copy(self, current: Base, out: Base | None) -> Base:
@@ -55,11 +57,13 @@ class TorchCodec:
 
     def host(self, base: Base) -> U8:
         """Return the base's bytes: a view, or a copy from an accelerator."""
-        return (
-            base
-            if isinstance(base, np.ndarray)
-            else Staging({"base": (device_of(base), base)}, base.numel()).take("base")
-        )
+        return self.memory_of(base).host(base)
+
+    def memory_of(self, content: Base) -> LeafMemory:
+        """Return the memory that a leaf or a base lies in."""
+        if isinstance(content, np.ndarray):
+            return self._host_memory
+        return DeviceMemory(device_of(content))
 
     def encode(
         self,
