@@ -24,10 +24,12 @@ from deltacheck.backends.torch.capture import tensor_codec as codec
 from deltacheck.backends.torch.capture import windows as group
 from deltacheck.backends.torch.capture.staging import Staging
 from deltacheck.codec import default_codec
-from deltacheck.codec.base import GroupJob
+from deltacheck.codec.base import ORDERED, GroupJob
 from deltacheck.leaf.digest import chunk_digests
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.policy import Policy
+from deltacheck.store.roots.opening import open_root
+from deltacheck.store.segment import METHOD
 from tests.contracts.codec import CASES, Case, moved, same, words
 from tests.support.accelerators import Device, Emulated, Real
 from tests.support.states import assert_same, kinds
@@ -260,6 +262,24 @@ def test_every_save_comes_back_bit_for_bit(
             assert_same(host(content), engine.restore(step))
     assert deltacheck.open(tmp_path).verify(deep=True) == []
     assert device.begun >= len(states)
+
+
+def test_changed_weights_are_in_the_order_of_their_classes_as_on_the_host(
+    tmp_path: Path, device: Device
+) -> None:
+    states = [{"w": device.place(bfloat16(300_000))}]
+    for _ in range(2):
+        states.append(changed(states[-1]))
+    stored: dict[str, list[int]] = {"device": [], "host": []}
+    for shadow, sizes in stored.items():
+        root, options = tmp_path / shadow, SaveOptions(shadow=shadow)
+        with Engine(root, policy=Policy.auto(), options=options) as engine:
+            for step, content in enumerate(states):
+                sizes.append(engine.save(step, content).result(240).stored_bytes)
+        opened = open_root(root)
+        part = opened.store.segment(opened.manifest(2).segments[-1]).part(0)
+        assert set(part.index[:, METHOD].tolist()) <= set(ORDERED.values())
+    assert stored["device"] == stored["host"]
 
 
 def test_only_changes_cross_to_the_host(tmp_path: Path, device: Device) -> None:
