@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from deltacheck.codec.derivation import Derived
-from deltacheck.codec.leaf_memory import LeafMemory
+from deltacheck.codec.leaf_memory import HostMemory, LeafMemory
 from deltacheck.leaf.contracts import PeakRate, Promise
-from deltacheck.leaf.digest import digest_of, leaf_digest
+from deltacheck.leaf.digest import leaf_digest
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import Policy
 from deltacheck.policy.decide import Decision, Situation
@@ -70,26 +70,33 @@ class LossySave:
         Raises:
             SnapshotTorn: The leaf has changed since the save, or since the last call.
         """
-        values = self.reader.captured(source)
-        self._note(source.spec.path, digest_of(source.spec, values.view(np.uint8)))
-        return values
+        host = HostMemory(self.reader.host)
+        content: Array = self._checked(source, source.current(), host, is_own=False)
+        return content.view(source.spec.element.numpy)
 
     def held(self, source: LeafSource) -> Any:
-        """Return the content of a leaf as ``read`` does, in the memory that it lies in."""
+        """Return the content of a leaf as ``read`` does, in the memory that it lies in.
+
+        It is no copy if nothing writes to the leaf.
+        """
         current = source.current()
         memory = self.reader.memory_of(current)
-        content = memory.held(current, is_own=source.is_own)
-        # What nothing writes to is hashed once.
-        if not source.is_own or source.spec.path not in self._digests:
-            self._note(source.spec.path, leaf_digest(memory.digests(content, source.spec)))
+        if source.is_own and source.spec.path in self._digests:
+            return memory.held(current, is_own=True)
+        return self._checked(source, current, memory, is_own=source.is_own)
+
+    def _checked(
+        self, source: LeafSource, current: Any, memory: LeafMemory, *, is_own: bool
+    ) -> Any:
+        """Return content that stays as it is, and is that of every other call of this save."""
+        content, path = memory.held(current, is_own=is_own), source.spec.path
+        digest = leaf_digest(memory.digests(content, source.spec))
         # A device has read the leaf only now, since the digests have come to the host.
         source.check(content)
+        earlier = self._digests.setdefault(path, digest)
+        if digest != earlier:
+            raise torn_between_reads(path, earlier, digest)
         return content
-
-    def _note(self, path: str, digest: str) -> None:
-        known = self._digests.setdefault(path, digest)
-        if digest != known:
-            raise torn_between_reads(path, known, digest)
 
     def digest(self, source: LeafSource) -> str:
         """Return the digest of a leaf, which is read if that has not been done in this save."""

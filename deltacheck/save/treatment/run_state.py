@@ -73,16 +73,6 @@ class LeafReader:
         places = places_of_sample(math.prod(spec.shape))
         return self.memory_of(content).picked(content, spec.element.numpy, places)
 
-    def captured(self, source: LeafSource) -> Array:
-        """Return a copy of the leaf's values, 1-D, to store or to promise something of.
-
-        Raises:
-            SnapshotTorn: They are not those of the save.
-        """
-        content = self.host(source.current()).copy()
-        source.check(content)
-        return content.view(source.spec.element.numpy)
-
     def stored(self, path: str, spec: LeafSpec) -> Array | None:
         """Return the stored values of a leaf, 1-D; ``None`` if there are none of this form."""
         shadow = self.shadow(path)

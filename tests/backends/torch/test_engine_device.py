@@ -183,7 +183,7 @@ def test_windows_hold_every_chunk_once_and_no_more_bytes_than_they_may(
         assert np.array_equal(job.base.cpu().numpy(), after.view(np.uint8))
 
 
-@pytest.mark.parametrize("what", ["rows", "streams", "digests", "base"])
+@pytest.mark.parametrize("what", ["rows", "streams", "digests", "base", "whole"])
 def test_a_device_that_computes_wrongly_is_found_before_it_is_used(what: str) -> None:
     class Wrong:
         """Flips one bit of what the encoder gives."""
@@ -200,7 +200,13 @@ def test_a_device_that_computes_wrongly_is_found_before_it_is_used(what: str) ->
                 "digests": arguments["digests"],
                 "base": int(table[1]),
             }
-            _bytes_at(at[what])[0] ^= 1
+            if what in at:
+                _bytes_at(at[what])[0] ^= 1
+
+        def digest(self, **arguments: Any) -> None:
+            emulated.digest(**arguments)
+            if what == "whole":
+                _bytes_at(arguments["digests"])[0] ^= 1
 
     assert self_test.defect(Emulated()) == ""
     assert "other bytes than the host" in self_test.defect(Emulated(Wrong()))

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from deltacheck.backends.torch.capture.device import Accelerator
+from deltacheck.backends.torch.capture.device_memory import DeviceMemory
 from deltacheck.backends.torch.capture.windows import CHUNK, INTERFACE, encode
 from deltacheck.codec.adam_law import Law
 from deltacheck.codec.base import (
@@ -24,7 +25,8 @@ from deltacheck.codec.base import (
     GroupJob,
 )
 from deltacheck.codec.native import NativeCodec
-from deltacheck.leaf.digest import chunk_digests
+from deltacheck.leaf.digest import all_chunk_digests, chunk_digests
+from deltacheck.leaf.spec import LeafSpec
 
 _FORMS = 5  # of a law
 
@@ -73,9 +75,14 @@ def _wrong_on(device: Accelerator) -> str:
         [group] = encode(device, [job], 1 << 20, lambda size: None, lambda: None)
         with device.aside():
             base = job.base.cpu().numpy()
-        if not _is_right(trial, group, base):
+        spec = LeafSpec.of("", trial.current.shape, "uint8")
+        digests = DeviceMemory(device).digests(job.current, spec)
+        has_digests = np.array_equal(digests, all_chunk_digests(spec, trial.current))
+        if not has_digests or not _is_right(trial, group, base):
             what = f"words of {trial.word_bytes} bytes"
-            if trial.law is not None:
+            if not has_digests:
+                what = "digests of whole leaves"
+            elif trial.law is not None:
                 what = f"the law of Adam (method {trial.law[0]})"
             elif trial.ordered:
                 what += " in the order of their classes"
