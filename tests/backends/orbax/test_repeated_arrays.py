@@ -95,6 +95,10 @@ def of_other_keys(value: dict[str, Any]) -> None:
     value["key"] = jax.random.key(0, impl="rbg")
 
 
+def with_keys_elsewhere(value: dict[str, Any]) -> None:
+    value["key"] = jax.device_put(value["key"], jax.devices()[1])
+
+
 def as_numpy(value: dict[str, Any]) -> None:
     value["params"]["w"] = np.asarray(value["params"]["w"])
 
@@ -118,6 +122,7 @@ CHANGES = [
     no_longer_tied,
     tied,
     of_other_keys,
+    with_keys_elsewhere,
     as_numpy,
     as_float_numpy,
     in_other_order,

@@ -7,18 +7,40 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
+from typing import NamedTuple, cast
 
 import jax
 from jax.sharding import Sharding
 
 from deltacheck.backends.orbax.state import leaves
+from deltacheck.leaf.spec import LeafSpec
 from deltacheck.save.job.source import itself
 from deltacheck.save.job.spare_memory import SpareMemory, while_claimed
 
 log = logging.getLogger("deltacheck")
+
+
+class _Plan(NamedTuple):
+    """The copies of one state: the arrays of each sharding by path, and their bytes by device."""
+
+    groups: list[list[str]]
+    sizes: Counter[jax.Device]
+
+    @classmethod
+    def of(cls, values: Mapping[str, object]) -> _Plan:
+        groups: dict[Sharding, list[str]] = {}
+        sizes: Counter[jax.Device] = Counter()
+        for path, value in values.items():
+            if leaves.is_on_accelerators(value):
+                array = cast("jax.Array", value)
+                groups.setdefault(array.sharding, []).append(path)
+                shard = array.sharding.shard_shape(array.shape)
+                for device in array.sharding.addressable_devices:
+                    sizes[device] += prod(shard) * array.dtype.itemsize
+        return cls(list(groups.values()), sizes)
 
 
 class DeviceCopies:
@@ -30,23 +52,33 @@ class DeviceCopies:
 
     def __init__(self) -> None:
         self._spare: SpareMemory[jax.Device] = SpareMemory(_unused_bytes)
+        self._last: tuple[object, _Plan] | None = None
 
-    def of(self, values: Mapping[str, object]) -> dict[str, Callable[[], jax.Array]]:
+    def of(
+        self, values: Mapping[str, object], specs: Mapping[str, LeafSpec]
+    ) -> dict[str, Callable[[], jax.Array]]:
         """Enqueue copies of arrays, behind their computation and without a wait.
 
         Args:
             values: Leaves by path. Those in the memory of accelerators are copied.
+            specs: Their specs. States of known forms have the same ones at each save: this very
+                mapping.
 
         Returns:
             Functions by path that return the copies, for ``LeafSource.current``. None if there is
             not enough memory.
         """
-        arrays = {path: value for path, value in values.items() if leaves.is_on_accelerators(value)}
-        claim = self._spare.claim(_bytes_by_device(arrays.values()))
+        if self._last is None or self._last[0] is not specs:
+            self._last = specs, _Plan.of(values)
+        plan = self._last[1]
+        claim = self._spare.claim(plan.sizes)
         if claim is None:
             return {}
+        copies: dict[str, jax.Array] = {}
         try:
-            copies = _copied(arrays)
+            for paths in plan.groups:  # one call for all arrays with one sharding
+                arrays = [cast("jax.Array", values[path]) for path in paths]
+                copies |= zip(paths, leaves.enqueued_copies(arrays), strict=True)
         except jax.errors.JaxRuntimeError as error:
             # Another framework may have taken the memory.
             log.warning("arrays are read before save() returns: %s", str(error))
@@ -62,24 +94,3 @@ def _unused_bytes(device: jax.Device) -> int | None:
     statistics = device.memory_stats() or {}
     limit, peak = statistics.get("bytes_limit"), statistics.get("peak_bytes_in_use")
     return None if not limit or peak is None else int(limit - peak)
-
-
-def _bytes_by_device(arrays: Iterable[jax.Array]) -> Counter[jax.Device]:
-    """Return the bytes that arrays take on each device of this process."""
-    size: Counter[jax.Device] = Counter()
-    for array in arrays:
-        shard = array.sharding.shard_shape(array.shape)
-        for device in array.sharding.addressable_devices:
-            size[device] += prod(shard) * array.dtype.itemsize
-    return size
-
-
-def _copied(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return copies, made in one call for all arrays with one sharding."""
-    groups: dict[Sharding, list[str]] = {}
-    for path, array in arrays.items():
-        groups.setdefault(array.sharding, []).append(path)
-    copies: dict[str, jax.Array] = {}
-    for paths in groups.values():
-        copies |= zip(paths, leaves.enqueued_copies([arrays[path] for path in paths]), strict=True)
-    return copies

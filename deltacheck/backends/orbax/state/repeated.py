@@ -86,6 +86,8 @@ class _KnownForms:
         self._paths = list(flat_state.arrays)
         self._order = [numbers[path] for path in self._paths]
         self._arrays = [n for n, value in enumerate(values) if _is_plain(value)]
+        # Arrays of keys, too: copies of all arrays are planned once for the same places.
+        self._placed = [n for n, value in enumerate(values) if isinstance(value, jax.Array)]
         self._other_numbers = [n for n, value in enumerate(values) if not _is_plain(value)]
         forms = self._forms_of(values)
         if forms is None:
@@ -155,7 +157,10 @@ class _KnownForms:
             for number, identity in enumerate(identities)
         ]
         return _Forms(
-            list(map(_aval_of, arrays)), list(map(_sharding_of, arrays)), other_leaves, ties
+            list(map(_aval_of, arrays)),
+            list(map(_sharding_of, chosen(values, self._placed))),
+            other_leaves,
+            ties,
         )
 
 
