@@ -52,6 +52,17 @@ class _GroupMember:
     current: Any
     law: Law | None
 
+    def job(self, policy: Policy) -> GroupJob:
+        """Return the job of the codec of its device."""
+        return GroupJob(
+            self.current,
+            self.state.base,
+            self.state.bounds,
+            self.state.spec.word_bytes,
+            _is_ordered(policy, self.state),
+            None if self.law is None else (self.law.method, self.law.content()),
+        )
+
 
 class LeafCapture:
     """The capture of one save.
@@ -108,7 +119,7 @@ class LeafCapture:
                     group, coded_bytes = [], 0
                 continue
             if small_bytes + member.current.size > most_bytes:
-                self._add(_encode_small(self._parts, self._setup.policy, small))
+                self._parts.add_all(_encode_small(self._parts, self._setup.policy, small))
                 small, small_bytes = [], 0
             small.append(member)
             small_bytes += member.current.size
@@ -118,11 +129,7 @@ class LeafCapture:
         self._copy = None
         if group:
             self._encode_group(group, is_last=True)
-        self._add(encoded_small)
-
-    def _add(self, pieces: Sequence[EncodedChunks]) -> None:
-        for piece in pieces:
-            self._parts.add(piece)
+        self._parts.add_all(encoded_small)
 
     def _capture_leaf(self, source: LeafSource) -> _GroupMember | None:
         """Capture one leaf; return it if it is to be encoded together with others."""
@@ -342,17 +349,7 @@ class LeafCapture:
             if is_last:
                 self._progress.mark_reads_enqueued()
 
-        jobs = [
-            GroupJob(
-                m.current,
-                m.state.base,
-                m.state.bounds,
-                m.state.spec.word_bytes,
-                _is_ordered(self._setup.policy, m.state),
-                law=None if m.law is None else (m.law.method, m.law.content()),
-            )
-            for m in group
-        ]
+        jobs = [member.job(self._setup.policy) for member in group]
         for batch in codec.encode_group(jobs, self._parts.make_room, check_reads):
             for job, base in batch.bases.items():
                 group[job].state.base = base

@@ -7,7 +7,7 @@ filled, and the others are on their way to disk; ``make_room`` waits for the old
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -100,6 +100,11 @@ class PartWriter:
         self._unsealed_bytes += stream_bytes + piece.encoded.rows.nbytes
         if self._unsealed_bytes >= self.part_bytes:
             self.seal()
+
+    def add_all(self, pieces: Iterable[EncodedChunks]) -> None:
+        """Append pieces in order."""
+        for piece in pieces:
+            self.add(piece)
 
     def make_room(self, raw_bytes: int) -> None:
         """Wait for the disk until ``raw_bytes`` more fit into the host cache.
