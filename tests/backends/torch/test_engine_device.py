@@ -41,13 +41,13 @@ emulated = pytest.importorskip(
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the sizes of the copies that saves make on the device."""
     sizes: list[int] = []
-    copied = device_leaves.copied
+    copied = device_leaves.copied_in_order
 
     def counted(device: Device, sources: Any, layout: Any) -> Any:
         sizes.extend(layout.sizes.tolist())
         return copied(device, sources, layout)
 
-    monkeypatch.setattr(device_leaves, "copied", counted)
+    monkeypatch.setattr(device_leaves, "copied_in_order", counted)
     return sizes
 
 
@@ -411,17 +411,17 @@ def test_memory_that_was_free_and_is_not_any_more_is_done_without(
     tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     weight = torch.nn.Parameter(device.place(torch.ones(256, 1024)))
-    copied = device_leaves.copied
+    copied = device_leaves.copied_in_order
 
     def full(*rest: Any) -> Any:
-        monkeypatch.setattr(device_leaves, "copied", copied)
+        monkeypatch.setattr(device_leaves, "copied_in_order", copied)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     optimizer = torch.optim.SGD([weight])
     with Engine(tmp_path) as engine:
         engine.guard(optimizer)
         engine.save(0, {"w": weight}).result(240)
-        monkeypatch.setattr(device_leaves, "copied", full)
+        monkeypatch.setattr(device_leaves, "copied_in_order", full)
         engine.save(1, {"w": weight}).result(240)
         assert_same({"w": weight.detach().cpu()}, engine.restore(1))
     assert "out of memory" in caplog.text

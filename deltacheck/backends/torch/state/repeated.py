@@ -7,7 +7,7 @@ the last save. Their addresses and version counters are read at every save.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, ItemsView, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from functools import cache, cached_property
 from operator import attrgetter, itemgetter
@@ -127,9 +127,13 @@ class _Arrays(Mapping[str, object]):
     def __getitem__(self, path: str) -> object:
         return self._by_path[path]
 
+    # Those of the dictionary need no call for each leaf.
+
     def items(self) -> ItemsView[str, object]:
-        """Return those of the dictionary, which need no call for each leaf."""
         return self._by_path.items()
+
+    def values(self) -> ValuesView[object]:
+        return self._by_path.values()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._paths)
