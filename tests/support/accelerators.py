@@ -23,12 +23,22 @@ class Emulated(Accelerator):
         from deltacheck import _native_emulated
 
         self.native = native or _native_emulated
+        self._placed: list[torch.Tensor] = []
         self.free = self.unreserved = 1 << 40
         self.begun = self.held = self.joined = self.trimmed = 0
         self.copied = 0  # bytes given out as pinned memory: what may have crossed
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._placed.append(tensor)
         return tensor
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        # AdamW counts its steps on the host, in tensors without a dimension.
+        if tensor.device.type != "cpu":
+            return False
+        return tensor.dim() > 0 or any(
+            tensor.data_ptr() == placed.data_ptr() for placed in self._placed
+        )
 
     def begin(self) -> None:
         self.begun += 1
@@ -85,6 +95,9 @@ class Real(Accelerator):
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cuda()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cuda"
 
     def begin(self) -> None:
         self.begun += 1
