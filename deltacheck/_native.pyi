@@ -125,6 +125,12 @@ def fingerprints(
     sampling: tuple[int, int, int, int],
     out: NDArray[np.uint64],
 ) -> None: ...
+def copy_leaves(
+    addresses: NDArray[np.uint64],
+    sizes: NDArray[np.uint64],
+    offsets: NDArray[np.uint64],
+    out: NDArray[np.uint8],
+) -> None: ...
 def read_numbers(
     objects: list[Any],
     first: Callable[[Any], Any],

@@ -40,7 +40,7 @@ namespace {
 
 // Incremented together with INTERFACE in deltacheck/codec/extension.py whenever a function here
 // changes, so that a stale build is detected.
-constexpr int kInterface = 15;
+constexpr int kInterface = 16;
 
 template <typename T>
 // Contiguous, one-dimensional, in host memory. nanobind refuses every other array.
@@ -533,6 +533,29 @@ void fingerprint_arrays(const Array<const uint64_t>& addresses, const Array<cons
   fingerprints(from, bytes, leaves, Sampling{whole_bytes, blocks, block_bytes, seed}, to);
 }
 
+// Up to so many bytes are copied while no other Python thread runs. To give the interpreter's lock
+// away takes longer if another thread is busy: milliseconds until it comes back.
+constexpr uint64_t kCopiedUnderLock = 1 << 20;
+
+void copy_leaves(const Array<const uint64_t>& addresses, const Array<const uint64_t>& sizes,
+                 const Array<const uint64_t>& offsets, const Array<uint8_t>& out) {
+  const size_t leaves = addresses.size();
+  if (sizes.size() != leaves || offsets.size() != leaves)
+    throw std::invalid_argument("addresses, sizes and offsets must have one entry per leaf");
+  const uint64_t *from = addresses.data(), *bytes = sizes.data(), *at = offsets.data();
+  for (size_t i = 0; i < leaves; ++i) {
+    if (at[i] > out.size() || bytes[i] > out.size() - at[i])
+      throw std::invalid_argument("every leaf must fit into out");
+  }
+  uint8_t* to = out.data();
+  std::optional<nb::gil_scoped_release> released;
+  if (out.size() > kCopiedUnderLock) released.emplace();
+  for (size_t i = 0; i < leaves; ++i) {
+    // A leaf without elements may have no address.
+    if (bytes[i] != 0) std::memcpy(to + at[i], reinterpret_cast<const void*>(from[i]), bytes[i]);
+  }
+}
+
 void check_words(const char* name, uint64_t bytes, int word_bytes) {
   if ((word_bytes != 1 && word_bytes != 2) || bytes % static_cast<uint64_t>(word_bytes) != 0)
     throw std::invalid_argument(std::string(name) + " must hold whole words of 1 or 2 bytes");
@@ -676,6 +699,10 @@ NB_MODULE(_native, m) {
         nb::arg("sizes").noconvert(), nb::arg("sampling"), nb::arg("out").noconvert(),
         "Write the fingerprint of each leaf of host memory to out. sampling: whole_bytes, blocks, "
         "block_bytes, seed. The caller keeps the memory alive.");
+  m.def("copy_leaves", copy_leaves, nb::arg("addresses").noconvert(), nb::arg("sizes").noconvert(),
+        nb::arg("offsets").noconvert(), nb::arg("out").noconvert(),
+        "Copy the bytes of each leaf of host memory to its offset in out. The caller keeps the "
+        "memory alive.");
   m.def("read_numbers", read_number_array, nb::arg("objects"), nb::arg("first"),
         nb::arg("second").none(), nb::arg("out").noconvert(),
         "Write an integer of at least 0 for each object to out: the result of first, or of second "

@@ -13,7 +13,7 @@ except ImportError as error:
 __all__ = ["INTERFACE", "native"]
 
 # Raised on both sides (xla_ffi/module.cc) if a signature changes.
-INTERFACE = 15
+INTERFACE = 16
 
 if native.INTERFACE != INTERFACE:
     raise ImportError(

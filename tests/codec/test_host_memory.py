@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from deltacheck.codec import memory
+from deltacheck.codec.extension import native
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is mapped on Linux only")
 
@@ -74,3 +75,28 @@ def test_a_copy_has_the_content_and_is_writable(size: int) -> None:
     assert np.array_equal(copy, source)
     assert copy.flags.writeable
     assert not np.shares_memory(copy, source)
+
+
+# Up to 1 MiB is copied under the lock of the interpreter, more without it.
+@pytest.mark.parametrize("large", [9, 1 << 20])
+def test_leaves_are_copied_to_their_offsets(large: int) -> None:
+    sources = [np.full(size, size % 251, np.uint8) for size in (3, large)]
+    addresses = np.array([sources[0].ctypes.data, 0, sources[1].ctypes.data], np.uint64)
+    sizes, offsets = np.array([3, 0, large], np.uint64), np.array([1, 4, 5], np.uint64)
+    out = np.zeros(large + 6, np.uint8)
+    native.copy_leaves(addresses, sizes, offsets, out)
+    assert np.array_equal(out, np.concatenate(([0], sources[0], [0], sources[1], [0])))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "offsets", "problem"),
+    [([4], [5], "fit"), ([1], [9], "fit"), ([2**64 - 1], [2], "fit"), ([1, 1], [0], "one entry")],
+)
+def test_a_copy_outside_the_memory_is_refused(
+    sizes: list[int], offsets: list[int], problem: str
+) -> None:
+    source, out = np.ones(8, np.uint8), np.zeros(8, np.uint8)
+    arrays = (np.array(numbers, np.uint64) for numbers in ([source.ctypes.data], sizes, offsets))
+    with pytest.raises(ValueError, match=problem):
+        native.copy_leaves(*arrays, out)
+    assert not out.any()

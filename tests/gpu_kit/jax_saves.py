@@ -14,7 +14,7 @@ from benchmarks.prepared import SIZES, Size
 from benchmarks.record import Cell, Figure, Result, Table
 from benchmarks.rivals import AUTO, BLOCKING_SECONDS, EXACT, RIVALS
 from deltacheck import SaveOptions
-from tests.gpu_kit.kernels import require_equal, run_tests
+from tests.gpu_kit.device_checks import require_equal, run_tests
 from tests.gpu_kit.steps import Context, Step
 from tests.gpu_kit.torch_saves import measure, summarize
 
@@ -254,13 +254,13 @@ def _blocking_step(gigabytes: int, way: str, seconds: float) -> Step:
 STEPS = (
     Step("XLA handlers against the host", check_handlers, needs=_JAX, seconds=10),
     *(_blocking_step(gigabytes, EXACT, 5 + 1.5 * gigabytes) for gigabytes in (2, 8, 16)),
-    Step("donated arrays", save_donated, needs=_JAX, seconds=10),
-    Step("a save while the device is busy", measure_waiting, needs=_JAX, seconds=30),
     _blocking_step(2, _ORBAX, 10),
+    Step("donated arrays", save_donated, needs=_JAX, seconds=10),
     Step("sharded arrays", save_sharded, needs=_JAX, seconds=10),
+    Step("a save while the device is busy", measure_waiting, needs=_JAX, seconds=30),
+    *(_blocking_step(gigabytes, _ORBAX, 5 + 2 * gigabytes) for gigabytes in (8, 16)),
     Step(
         "saves of 2 GB beside Orbax", compare, needs=(*_JAX, "flax", "optax", "torch"), seconds=60
     ),
-    *(_blocking_step(gigabytes, _ORBAX, 5 + 2 * gigabytes) for gigabytes in (8, 16)),
     Step("tests of the handlers", run_handler_tests, needs=(*_JAX, "pytest"), seconds=60),
 )

@@ -12,13 +12,15 @@ from benchmarks.record import format_cell
 from tests.gpu_kit import goals
 
 TITLES = {
-    1: "Kernels and engine",
+    1: "Checks of the device and the engine",
     2: "compute-sanitizer",
     3: "Saves in PyTorch",
     4: "Saves in JAX",
     5: "Post-training, killed and resumed",
-    6: "Two processes on one device",
+    6: "A device that others use, too",
     7: "Profile of the kernels",
+    8: "Kernels",
+    9: "Other ways of saving, and larger states",
 }
 
 

@@ -20,13 +20,15 @@ from tests.gpu_kit import page
 from tests.gpu_kit.steps import Context, Skipped, Step
 
 MODULES = (
-    "kernels",
+    "device_checks",
     "sanitizers",
     "torch_saves",
     "jax_saves",
     "post_training",
-    "two_processes",
+    "shared_device",
     "profile_kernels",
+    "kernels",
+    "comparisons",
 )
 PASSED, MISSED, FAILED, SKIPPED, RUNNING = "passed", "missed", "FAILED", "skipped", "running"
 

@@ -31,7 +31,9 @@ def accelerator(context: Context) -> Iterator[Any]:
         device = Emulated()
     except ImportError as error:
         raise Skipped(f"this build has no emulator ({error})") from error
-    with patch.object(tensor_codec, "accelerator_of", lambda tensor: device):
+    with patch.object(
+        tensor_codec, "accelerator_of", lambda tensor: device if device.holds(tensor) else None
+    ):
         yield device
 
 

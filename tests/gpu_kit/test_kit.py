@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
+import math
 import platform
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +16,17 @@ from typing import Any
 
 import pytest
 
+torch = pytest.importorskip("torch")
+
 from benchmarks.record import Figure, Result
-from tests.gpu_kit import build, part, run
+from deltacheck.backends.torch import Engine
+from deltacheck.save.job.save_job import SaveJob
+from tests.gpu_kit import build, memory_saver, part, run
 from tests.gpu_kit.steps import Context, Skipped, Step
 
 GIGABYTE = 1 << 30
+# Of each part that fits, the first steps, whose usual times it must hold.
+_NEEDED = {1: 4, 3: 7, 4: 7, 5: 1, 6: 2, 8: 2}
 FACTS = {"python": "3.11", "machine": platform.machine(), "cuda": "13.0"}
 
 
@@ -180,10 +189,11 @@ def test_parts_run_in_their_order_within_the_time_of_all(
     clock = [0.0]
     given: dict[int, float] = {}
     memory: list[Path] = []
+    longest = math.inf
 
     def start(command: list[str], environment: object, log: Path, seconds: float) -> int:
         given[int(command[3])] = seconds
-        clock[0] += seconds
+        clock[0] += min(seconds, longest)
         if "--memory" in command:
             memory.append(Path(command[command.index("--memory") + 1]))
             (memory[-1] / "left over").touch()
@@ -195,16 +205,73 @@ def test_parts_run_in_their_order_within_the_time_of_all(
     command = ["run.py", "--installed", "--seconds", "450", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
     assert run.main() == 0
-    assert list(given) == [1, 3, 4]
+    assert list(given) == [1, 3, 4, 5]
     # What is left for the last one, without the grace.
-    assert list(given.values()) == [run.PARTS[1], run.PARTS[3], 450 - 400 - run._GRACE_SECONDS]
-    assert "part 5  skipped: no time is left, run it with --part 5" in capsys.readouterr().out
+    left = 450 - sum(run.PARTS[part] for part in (1, 3, 4)) - run._GRACE_SECONDS
+    assert list(given.values()) == [*(run.PARTS[part] for part in (1, 3, 4)), left]
+    assert "part 6  skipped: no time is left, run it with --part 6" in capsys.readouterr().out
     assert not any(folder.exists() for folder in memory)
     given.clear()
     clock[0] = 0.0
+    # A part that was asked for may have all of the time that is left.
+    longest = 100.0
     monkeypatch.setattr(sys, "argv", [*command, "--part", "2", "--part", "6"])
     assert run.main() == 0
-    assert list(given) == [6, 2]
+    assert list(given.items()) == [(6, 450 - run._GRACE_SECONDS), (2, 350 - run._GRACE_SECONDS)]
+
+
+def test_the_parts_that_tell_most_fit_into_ten_minutes() -> None:
+    parts = list(run.PARTS)
+    fitting = parts[: parts.index(9)]
+    assert sum(run.PARTS[part] for part in fitting) <= run.ALL_SECONDS - run._GRACE_SECONDS
+    for number in fitting:
+        steps = importlib.import_module(f"tests.gpu_kit.{part.MODULES[number - 1]}").STEPS
+        # Of the steps that are skipped if those before them take their usual time.
+        seconds = [step.seconds for step in steps]
+        assert sum(seconds[: _NEEDED[number]]) <= run.PARTS[number], number
+
+
+def test_a_save_that_a_pause_would_disturb_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = memory_saver.save_between_pauses(context(tmp_path / "works", rehearse=True))
+    assert [row["equal steps"] for row in result.as_json()["tables"][0]["rows"]] == [4, 4]
+    go = threading.Event()
+    capture, close = SaveJob.capture, Engine.close
+
+    def held(job: SaveJob, sources: Any) -> None:
+        # What is captured within ``save`` may not wait.
+        if any(source.lazy for source in list(sources)):
+            assert go.wait(240)
+        capture(job, sources)
+
+    def released(engine: Engine) -> None:
+        go.set()
+        close(engine)
+
+    monkeypatch.setattr(SaveJob, "capture", held)
+    monkeypatch.setattr(Engine, "close", released)
+    monkeypatch.setattr(Engine, "offload", lambda engine: None)
+    with pytest.raises(AssertionError, match="offload returned while save 0 reads the state"):
+        memory_saver.save_between_pauses(context(tmp_path / "fails", rehearse=True))
+
+
+def test_the_stand_in_takes_content_away_unseen() -> None:
+    weight = torch.nn.Parameter(torch.arange(3.0))
+    version, saver = weight._version, memory_saver.StandIn(lambda: [weight])
+    saver.pause("training")
+    assert weight.tolist() == [-1, -1, -1]
+    saver.resume("training")
+    assert weight.tolist() == [0, 1, 2]
+    assert weight._version == version
+
+
+def test_without_the_library_its_step_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_saver, "find_spec", lambda name: None)
+    with pytest.raises(Skipped, match="torch_memory_saver is not installed"):
+        memory_saver.save_between_pauses(context(tmp_path))
 
 
 def test_each_goal_stands_beside_this_run_and_the_last_one(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Part 3: saves of a PyTorch training on the device, beside other ways of saving."""
+"""Part 3: saves of a PyTorch training on the device, and what part 9 compares them with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,29 +13,18 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.prepared import SIZES, Size, recipe_of, settle
-from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
+from benchmarks.record import Cell, Figure, Result, Table, Unit
 from benchmarks.rivals import AUTO, EXACT, RIVALS, DcpPinned, Rival
 from tests.gpu_kit.stand_in import accelerator, require_device
 from tests.gpu_kit.steps import Context, Skipped, Step
 
 LOST_AT_MOST = 1.0  # of what DCP's async_save loses
 _DCP = "torch DCP async_save"
-_WAYS = ("torch.save", _DCP, DcpPinned.name, "torch_checkpointing", EXACT, AUTO)
+WAYS = ("torch.save", _DCP, DcpPinned.name, "torch_checkpointing", EXACT, AUTO)
 _KINDS = {kind.name: kind for kind in (*RIVALS["torch"], DcpPinned)}
 # 2 decimal gigabytes of state: 14 bytes for each parameter. A save every few seconds, so that most
 # ways have ended before the next.
 _SIZE = Size(1024, 11, 8, 1e-3, 8, 64)
-
-
-def encode(context: Context) -> Result:
-    """Measure the encoder against the device's own copy."""
-    from benchmarks import device as encoder
-
-    with accelerator(context) as device:
-        if device.native is None:
-            raise RuntimeError("the device fails its test, so there is nothing to measure")
-        settings = Settings(context.rehearse, context.folder)
-        return encoder.encoding(settings, device, context.device)
 
 
 def block(context: Context, gigabytes: int, way: str) -> Result:
@@ -77,7 +65,7 @@ def compare(context: Context, state: str) -> Result:
     size = SIZES["tiny"] if context.rehearse else _SIZE
     measured = {}
     with accelerator(context):
-        for way in _WAYS:
+        for way in WAYS:
             # What was measured until then is kept.
             if context.seconds_left() < 15 and not context.rehearse:
                 break
@@ -193,19 +181,11 @@ def save_every_step(context: Context) -> Result:
         return every_step.measure(case, context.folder, (every_step.MEMORY, every_step.LAW))
 
 
-def profile(context: Context) -> Result:
-    """Measure the profiler's share of a training step."""
-    from benchmarks import profiling, states
-
-    if context.rehearse:
-        return profiling.measure(states.QUICK, looks=1)
-    model = replace(states.REAL, width=1024, layers=11, heads=16, device="cuda")
-    return profiling.measure(model, looks=3)
-
-
-def _blocking_steps(ways: Sequence[str], seconds_per_gigabyte: float) -> Iterator[Step]:
-    """Yield a step for each size and way: a time limit loses no result."""
-    for gigabytes in (2, 8, 16):
+def blocking_steps(
+    sizes: Sequence[int], ways: Sequence[str], seconds_per_gigabyte: float
+) -> Iterator[Step]:
+    """Yield a step for each size in GB and way: a time limit loses no result."""
+    for gigabytes in sizes:
         for way in ways:
             yield Step(
                 f"blocking, {gigabytes} GB, {way}",
@@ -216,13 +196,7 @@ def _blocking_steps(ways: Sequence[str], seconds_per_gigabyte: float) -> Iterato
 
 
 STEPS = (
-    *_blocking_steps((EXACT,), 2.0),
-    Step("encoder against the device's copy", encode, needs=("torch",), seconds=20),
+    *blocking_steps((2, 8, 16), (EXACT,), 2.0),
+    *blocking_steps((2,), WAYS[:4], 1.5),
     Step("a save at every step", save_every_step, needs=("torch",), seconds=60),
-    Step("saves of 2 GB (adamw)", partial(compare, state="adamw"), needs=("torch",), seconds=60),
-    *_blocking_steps(_WAYS[:4], 1.5),
-    Step("cost of the profiler", profile, needs=("torch",), seconds=20),
-    Step(
-        "saves of 2 GB (rl_like)", partial(compare, state="rl_like"), needs=("torch",), seconds=50
-    ),
 )

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import Result
-from tests.gpu_kit.kernels import require_equal
+from tests.gpu_kit.device_checks import require_equal
 from tests.gpu_kit.stand_in import accelerator
-from tests.gpu_kit.steps import Context, Step
+from tests.gpu_kit.steps import Context
 
 RANKS = 2
 SAVES = 4
@@ -121,9 +121,6 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.folder
     _save(options.rank, folder, Context(folder, folder, time.monotonic() + 60, options.rehearse))
-
-
-STEPS = (Step("two processes on one device", save_together, needs=("torch",), seconds=30),)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,12 @@ EXCEPTIONS = (
         "sleep",
         "the program that hangs",
     ),
+    Exemption(
+        "tests/gpu_kit/test_kit.py",
+        "test_the_parts_that_tell_most_fit_into_ten_minutes",
+        "compare",
+        "limits and usual times that the kit states",
+    ),
     Exemption("tests/profile/test_planner.py", "*", "compare", _PREDICTED),
     Exemption("tests/ranks/jax_run.py", "die_in_save", "sleep", _MOMENT),
     Exemption("tests/ranks/jax_run.py", "die_in_save", "limit", _PASSES),

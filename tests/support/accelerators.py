@@ -23,18 +23,31 @@ class Emulated(Accelerator):
         from deltacheck import _native_emulated
 
         self.native = native or _native_emulated
+        self._placed: list[torch.Tensor] = []
         self.free = self.unreserved = 1 << 40
-        self.begun = self.held = self.trimmed = 0
+        self.begun = self.held = self.joined = self.trimmed = 0
         self.copied = 0  # bytes given out as pinned memory: what may have crossed
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._placed.append(tensor)
         return tensor
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        # AdamW counts its steps on the host, in tensors without a dimension.
+        if tensor.device.type != "cpu":
+            return False
+        return tensor.dim() > 0 or any(
+            tensor.data_ptr() == placed.data_ptr() for placed in self._placed
+        )
 
     def begin(self) -> None:
         self.begun += 1
 
     def hold(self) -> None:
         self.held += 1
+
+    def join(self) -> None:
+        self.joined += 1
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[int]:
@@ -77,11 +90,14 @@ class Real(Accelerator):
 
         super().__init__(torch.device("cuda", 0), _native_cuda)
         self.free = self.unreserved = 1 << 40
-        self.begun = self.held = self.trimmed = 0
+        self.begun = self.held = self.joined = self.trimmed = 0
         self.copied = 0
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cuda()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cuda"
 
     def begin(self) -> None:
         self.begun += 1
@@ -90,6 +106,10 @@ class Real(Accelerator):
     def hold(self) -> None:
         self.held += 1
         super().hold()
+
+    def join(self) -> None:
+        self.joined += 1
+        super().join()
 
     def free_bytes(self) -> int:
         return min(self.free, super().free_bytes())

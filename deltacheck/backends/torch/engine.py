@@ -199,10 +199,9 @@ class Engine:
         try:
             # If nothing is guarded, every leaf is read or copied before ``save`` returns.
             tensors = attempt.flat.tensors if isinstance(attempt.flat, KnownFlat) else None
-            guarded = Guarded() if self._is_eager else self._guard.guarded(tensors)
             sources = self._open.capture.sources(
                 attempt.flat,
-                guarded,
+                lambda: Guarded() if self._is_eager else self._guard.guarded(tensors),
                 # Ranks that save together need the chains of this save at once.
                 may_be_later=attempt.agreed is None and not self._is_eager,
             )

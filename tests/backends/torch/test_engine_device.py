@@ -9,6 +9,7 @@ import ctypes
 import logging
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -43,13 +44,13 @@ emulated = pytest.importorskip(
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the sizes of the copies that saves make on the device."""
     sizes: list[int] = []
-    copied = device_leaves.copied
+    copied = device_leaves.copied_in_order
 
     def counted(device: Device, sources: Any, layout: Any) -> Any:
         sizes.extend(layout.sizes.tolist())
         return copied(device, sources, layout)
 
-    monkeypatch.setattr(device_leaves, "copied", counted)
+    monkeypatch.setattr(device_leaves, "copied_in_order", counted)
     return sizes
 
 
@@ -349,13 +350,9 @@ def test_training_does_not_wait_for_a_state_that_was_copied_on_the_device(
     tmp_path: Path,
     device: Device,
     slow_encoder: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
     shadow: str,
     policy: Policy,
 ) -> None:
-    if isinstance(device, Emulated):
-        # AdamW counts its steps on the host.
-        monkeypatch.setattr(codec, "accelerator_of", lambda t: device if t.dim() else None)
     layer, optimizer = trained(device)
     optimizer.step()
     slow_encoder.set()
@@ -386,6 +383,97 @@ def test_training_does_not_wait_for_a_state_that_was_copied_on_the_device(
                     for tree in (restored, wanted)
                 )
                 assert_same(host(expected), found)
+
+
+def test_leaves_of_the_host_are_saved_beside_a_device_as_they_were_when_save_was_called(
+    tmp_path: Path, device: Device, slow_encoder: threading.Event
+) -> None:
+    weight = torch.nn.Parameter(device.place(torch.ones(300, 300)))
+    optimizer = torch.optim.SGD([weight])
+    rows = np.arange(24).reshape(4, 6)
+    on_host: dict[str, Any] = {
+        # Tensors without a dimension lie on the host.
+        "counts": [torch.tensor(float(number)) for number in range(3)],
+        "conjugate": torch.tensor(1 + 2j).conj(),
+        "rows": rows[:, ::2],
+        "empty": np.zeros(0),
+        "large": np.zeros(2 << 20, np.uint8),
+        "scalar": np.float64(3),
+    }
+    changing = [*on_host["counts"], rows, on_host["large"]]
+    slow_encoder.set()
+    with Engine(tmp_path) as engine:
+        engine.guard(optimizer)
+        for step in range(4):
+            wanted = copy.deepcopy(on_host)
+            if step:
+                slow_encoder.clear()
+            handle = engine.save(step, {"w": weight, **on_host})
+            if step:
+                engine.before_update()
+                assert handle.state == "started"
+            for value in changing:
+                value += 1
+            slow_encoder.set()
+            handle.result(240)
+            restored = engine.restore(step)
+            assert_same(restored.pop("w"), torch.ones(300, 300))
+            assert_same(restored, wanted)
+
+
+def test_copies_are_made_between_the_work_of_the_training_before_and_after_them(
+    tmp_path: Path, device: Device, copies: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def recorded(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*rest: Any, **named: Any) -> Any:
+            calls.append(name)
+            return original(*rest, **named)
+
+        monkeypatch.setattr(owner, name, call)
+
+    weight = torch.nn.Parameter(device.place(torch.ones(300, 300)))
+    optimizer = torch.optim.SGD([weight])
+    state = {"w": weight, "buffer": device.place(torch.ones(300))}
+    with Engine(tmp_path) as engine:
+        engine.guard(optimizer)
+        engine.save(0, state).result(240)
+        copies.clear()
+        monkeypatch.setattr(device, "native", SimpleNamespace(**vars(device.native)))
+        for owner, name in ((device, "begin"), (device.native, "copy"), (device, "join")):
+            recorded(owner, name)
+        # All leaves; then without memory, the one that nothing guards.
+        for step, (unreserved, sizes) in enumerate([(1 << 40, [1200, 360_000]), (0, [1200])], 1):
+            device.unreserved = unreserved
+            calls.clear()
+            engine.save(step, state).result(240)
+            # The encoder makes more calls later.
+            assert calls[:3] == ["begin", "copy", "join"]
+            assert copies == sizes
+            copies.clear()
+
+
+def test_guarded_tensors_are_looked_for_once_in_a_save_that_reads_some_of_them_later(
+    tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, optimizer = trained(device)
+    optimizer.step()
+    state = {"model": layer.state_dict(), "optimizer": optimizer.state_dict()["state"]}
+    with Engine(tmp_path) as engine:
+        engine.guard(optimizer)
+        guarded, calls = engine._guard.guarded, []
+        monkeypatch.setattr(
+            engine._guard, "guarded", lambda leaves: (calls.append(1), guarded(leaves))[1]
+        )
+        # The shadows have no memory at the first save, and there is none for copies at the last.
+        for step, (unreserved, expected) in enumerate([(1 << 40, 1), (1 << 40, 0), (0, 1)]):
+            device.unreserved = unreserved
+            engine.save(step, state).result(240)
+            assert len(calls) == expected, step
+            calls.clear()
 
 
 def test_a_large_leaf_of_the_host_delays_no_training_and_a_read_in_save_is_still_followed(
@@ -445,17 +533,17 @@ def test_memory_that_was_free_and_is_not_any_more_is_done_without(
     tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     weight = torch.nn.Parameter(device.place(torch.ones(256, 1024)))
-    copied = device_leaves.copied
+    copied = device_leaves.copied_in_order
 
     def full(*rest: Any) -> Any:
-        monkeypatch.setattr(device_leaves, "copied", copied)
+        monkeypatch.setattr(device_leaves, "copied_in_order", copied)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     optimizer = torch.optim.SGD([weight])
     with Engine(tmp_path) as engine:
         engine.guard(optimizer)
         engine.save(0, {"w": weight}).result(240)
-        monkeypatch.setattr(device_leaves, "copied", full)
+        monkeypatch.setattr(device_leaves, "copied_in_order", full)
         engine.save(1, {"w": weight}).result(240)
         assert_same({"w": weight.detach().cpu()}, engine.restore(1))
     assert "out of memory" in caplog.text

@@ -21,9 +21,9 @@ from deltacheck.backends.torch.capture.guard import (
     torn_by_write,
     unchanged_check,
 )
+from deltacheck.backends.torch.capture.residents import Residents
 from deltacheck.backends.torch.state import leaves
 from deltacheck.backends.torch.state.repeated import KnownFlat, Tensors
-from deltacheck.codec import host_memory
 from deltacheck.codec.base import U64
 from deltacheck.codec.fingerprints import WHOLE_BYTES, Memory, fingerprints
 from deltacheck.leaf.outline import chosen
@@ -151,23 +151,20 @@ class Placements:
 
 
 def planned(
-    flat: KnownFlat, guarded: Guarded, memo: Placements, options: SaveOptions
+    flat: KnownFlat, tensors: Tensors, guarded: Guarded, memo: Placements, options: SaveOptions
 ) -> LaterSources | None:
     """Plan the reads of a state.
 
     Args:
-        flat: The state.
+        flat: The state, in host memory.
+        tensors: Its tensors.
         guarded: The tensors that may be read after ``save`` has returned.
         memo: The placements of the saves of this engine.
         options: Tell how many bytes may be copied of leaves that may change at any time.
 
     Returns:
-        The sources of all leaves, by path, ascending; ``None`` if one is on a device, or too much
-        would have to be copied.
+        The sources of all leaves, by path, ascending; ``None`` if too much would have to be copied.
     """
-    tensors = flat.tensors
-    if tensors is None:
-        return None
     placement = memo.of(tensors, guarded.owned)
     if placement.is_whole and len(tensors.paths) == len(flat.arrays):
         rest: Mapping[str, object] = {}
@@ -231,14 +228,13 @@ def _others(
         The sources; ``None`` if more than ``most_bytes`` would have to be copied.
     """
     aliases = {path: guarded.watched(value) for path, value in values.items()}
-    if sum(specs[path].raw_bytes for path in values if not aliases[path]) > most_bytes:
+    unguarded = {path: value for path, value in values.items() if not aliases[path]}
+    copied = Residents.of(unguarded, specs, list(range(len(unguarded))), None)
+    if copied.size > most_bytes:
         return None
     seed = secrets.randbits(62)
-    sources = {}
-    for path, value in values.items():
-        if aliases[path]:
-            sources[path] = in_place(specs[path], aliases[path], seed)
-        else:
-            copy = host_memory.copied(leaves.bytes_of(value))
-            sources[path] = LeafSource(specs[path], partial(itself, copy), True, is_view=True)
+    sources = {path: in_place(specs[path], aliases[path], seed) for path in values if aliases[path]}
+    copies = copied.copied_on_host(unguarded)()
+    for path, copy in zip(copied.paths, copies, strict=True):
+        sources[path] = LeafSource(specs[path], partial(itself, copy), True, is_view=True)
     return sources

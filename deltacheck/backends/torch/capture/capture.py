@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,12 @@ from deltacheck.backends.torch.capture.batch import Placements, in_place, planne
 from deltacheck.backends.torch.capture.device import Accelerator
 from deltacheck.backends.torch.capture.device_leaves import CopiedLeaves, DeviceLeaves, HeldLeaf
 from deltacheck.backends.torch.capture.guard import Guarded, unchanged_check
+from deltacheck.backends.torch.capture.residents import StateResidents
 from deltacheck.backends.torch.capture.staging import Staging
 from deltacheck.backends.torch.state import leaves
 from deltacheck.backends.torch.state.repeated import KnownFlat
-from deltacheck.codec import fingerprints, host_memory
+from deltacheck.codec import fingerprints
+from deltacheck.codec.base import U8
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.job.source import LaterSources, LeafSource, Sources, content_check, itself
@@ -40,30 +42,47 @@ class Capture:
         # be copied from a device ahead of their turn.
         self._in_order = settings.policy.is_exact
         self._placements = Placements()
+        # The specs of the last save, and where its leaves lie.
+        self._last: tuple[object, StateResidents | None] = (None, None)
         self._device_leaves = DeviceLeaves(options.shadow, options.device_cache_bytes)
 
-    def sources(self, flat: Flat, guarded: Guarded, *, may_be_later: bool = False) -> Sources:
+    def sources(
+        self, flat: Flat, find_guarded: Callable[[], Guarded], *, may_be_later: bool = False
+    ) -> Sources:
         """Return the sources of the leaves of a state.
 
         Leaves on an accelerator are read on its side stream.
 
         Args:
             flat: The state.
-            guarded: The tensors that may be read after ``save`` has returned.
+            find_guarded: Return the tensors that may be read after ``save`` has returned. It is
+                called at most once, and not at all if everything is copied.
             may_be_later: Plan the reads behind the training loop if that is possible.
 
         Returns:
             The source of each leaf, by path, ascending: the order in which they must be read.
         """
-        if may_be_later and isinstance(flat, KnownFlat):
-            sources = planned(flat, guarded, self._placements, self._options)
+        guarded = cache(find_guarded)
+        if may_be_later and isinstance(flat, KnownFlat) and flat.tensors is not None:
+            sources = planned(flat, flat.tensors, guarded(), self._placements, self._options)
             if sources is not None:
                 return sources
         specs = flat.specs if isinstance(flat, KnownFlat) else dict(sorted(specs_of(flat).items()))
-        on_devices = self._device_leaves.held(flat, specs, guarded)
-        on_host = self._on_host(flat, guarded, specs, on_devices)
-        make = partial(self._made, specs, on_devices, on_host)
-        is_own = all(source.is_own for source in on_host.values()) and (
+        residents = self._residents_of(flat, specs)
+        on_devices = self._device_leaves.held(flat, residents, guarded)
+        on_host = residents.on_host
+        most_bytes = cache_bytes_of(residents.total, self._options)
+        # Beside leaves on devices those of the host are copied. Otherwise the training would wait
+        # for the step counter of an optimizer, which lies on the host, until all is encoded.
+        is_copied = bool(on_devices) and on_host.size <= most_bytes
+        if is_copied:
+            make_on_host = partial(
+                _own_sources, specs, on_host.paths, on_host.copied_on_host(flat.arrays)
+            )
+        else:
+            make_on_host = partial(itself, _read_in_place(flat, guarded, specs, on_host.paths))
+        make = partial(self._made, specs, on_devices, make_on_host, most_bytes)
+        is_own = (is_copied or not on_host.paths) and (
             isinstance(on_devices, CopiedLeaves)
             or not any(leaf.aliases for leaf in on_devices.values())
         )
@@ -78,42 +97,21 @@ class Capture:
         """Make later work of the training wait, on the devices, until the state was read."""
         self._device_leaves.hold()
 
-    def _on_host(
-        self,
-        flat: Flat,
-        guarded: Guarded,
-        specs: Mapping[str, LeafSpec],
-        on_devices: Mapping[str, HeldLeaf],
-    ) -> dict[str, LeafSource]:
-        """Return the sources of the leaves in host memory.
-
-        Beside leaves on devices they are copied. Otherwise the training would
-        wait for the step counter of an optimizer, which lies on the host, until all is encoded.
-        """
-        paths = [path for path in specs if path not in on_devices]
-        bytes_to_copy = sum(specs[path].raw_bytes for path in paths)
-        is_copied = bool(on_devices) and bytes_to_copy <= self._most_copied_bytes(specs)
-        seed = secrets.randbits(62)
-        sources = {}
-        for path in paths:
-            value, spec = flat.arrays[path], specs[path]
-            if is_copied:
-                content = host_memory.copied(leaves.bytes_of(value))
-                sources[path] = LeafSource(spec, partial(itself, content), lazy=True, is_own=True)
-            elif aliases := guarded.watched(value):
-                sources[path] = in_place(spec, aliases, seed)
-            else:
-                sources[path] = LeafSource(spec, partial(leaves.bytes_of, value))
-        return sources
-
-    def _most_copied_bytes(self, specs: Mapping[str, LeafSpec]) -> int:
-        return cache_bytes_of(sum(spec.raw_bytes for spec in specs.values()), self._options)
+    def _residents_of(self, flat: Flat, specs: Mapping[str, LeafSpec]) -> StateResidents:
+        # States of a known structure have the same specs at each save: this very mapping. Their
+        # leaves have the same forms, on the same devices.
+        last_specs, residents = self._last
+        if residents is None or last_specs is not specs:
+            residents = StateResidents.of(flat.arrays, specs)
+            self._last = (specs, residents)
+        return residents
 
     def _made(
         self,
         specs: Mapping[str, LeafSpec],
         on_devices: Mapping[str, HeldLeaf],
-        on_host: Mapping[str, LeafSource],
+        make_on_host: Callable[[], Mapping[str, LeafSource]],
+        most_bytes: int,
     ) -> dict[str, LeafSource]:
         """Return the sources of all leaves, in the order of ``specs``."""
         staged = {
@@ -122,13 +120,10 @@ class Capture:
             if (leaf := on_devices.get(path)) and not self._device_leaves.has_shadows(leaf.device)
         }
         # Staging serves its leaves in one order only.
-        staging = Staging(
-            staged if self._in_order else {},
-            self._most_copied_bytes(specs),
-        )
+        staging = Staging(staged if self._in_order else {}, most_bytes)
         # Other places at every save, so that a write that one save misses is met by another.
         seed = secrets.randbits(62)
-        sources = dict(on_host)
+        sources = dict(make_on_host())
         for path, leaf in on_devices.items():
             read: Callable[[], Any]
             if path not in staged:
@@ -150,6 +145,34 @@ class Capture:
                 read = partial(while_claimed, leaf.claim, read)
                 sources[path] = LeafSource(specs[path], read, lazy=True, is_own=True)
         return {path: sources[path] for path in specs}
+
+
+def _own_sources(
+    specs: Mapping[str, LeafSpec], paths: Sequence[str], copies: Callable[[], list[U8]]
+) -> dict[str, LeafSource]:
+    """Return the sources of leaves that were copied for this save."""
+    return {
+        path: LeafSource(specs[path], partial(itself, copy), lazy=True, is_own=True)
+        for path, copy in zip(paths, copies(), strict=True)
+    }
+
+
+def _read_in_place(
+    flat: Flat,
+    guarded: Callable[[], Guarded],
+    specs: Mapping[str, LeafSpec],
+    paths: Sequence[str],
+) -> dict[str, LeafSource]:
+    """Return the sources of leaves in host memory that are not copied."""
+    seed = secrets.randbits(62)
+    sources = {}
+    for path in paths:
+        value, spec = flat.arrays[path], specs[path]
+        if aliases := guarded().watched(value):
+            sources[path] = in_place(spec, aliases, seed)
+        else:
+            sources[path] = LeafSource(spec, partial(leaves.bytes_of, value))
+    return sources
 
 
 def _content_check(

@@ -46,6 +46,13 @@ class Accelerator:
         if self._last_read is not None:
             torch.cuda.current_stream(self._device).wait_event(self._last_read)
 
+    def join(self) -> None:
+        """Order the training's work from now on after all work of the side stream until now.
+
+        Call it on the training thread.
+        """
+        torch.cuda.current_stream(self._device).wait_stream(self._side)
+
     @contextlib.contextmanager
     def aside(self) -> Iterator[int]:
         """Send the work of this thread to the side stream, and yield the stream's address."""

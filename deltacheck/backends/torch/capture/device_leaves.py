@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
 from deltacheck.backends.torch.capture import tensor_codec as codec
 from deltacheck.backends.torch.capture import windows
 from deltacheck.backends.torch.capture.device import Accelerator
-from deltacheck.backends.torch.capture.device_copies import Layout, copied, parts_of
-from deltacheck.backends.torch.capture.guard import PLAIN, Guarded
+from deltacheck.backends.torch.capture.device_copies import Layout, copied_in_order, parts_of
+from deltacheck.backends.torch.capture.guard import Guarded
+from deltacheck.backends.torch.capture.residents import StateResidents
 from deltacheck.backends.torch.state import leaves
-from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.job.spare_memory import SpareMemory
 
@@ -43,57 +42,30 @@ class HeldLeaf(NamedTuple):
     claim: object
 
 
-@dataclass(frozen=True, slots=True)
-class _Residents:
-    """The leaves of a state on one accelerator.
-
-    Attributes:
-        paths: Their paths, in the order of the state.
-        plain: For each, if its memory is its bytes in C order.
-        layout: The places of their copies.
-    """
-
-    paths: list[str]
-    plain: list[bool]
-    layout: Layout
-
-    def values_in(self, flat: Flat) -> list[torch.Tensor]:
-        """Return the leaves as they are in a state."""
-        return cast("list[torch.Tensor]", [flat.arrays[path] for path in self.paths])
-
-    def memory_in(self, flat: Flat) -> list[torch.Tensor]:
-        """Return tensors whose memory is the bytes of the leaves as they are in a state."""
-        return [
-            value if plain else leaves.flat_bytes(value)
-            for value, plain in zip(self.values_in(flat), self.plain, strict=True)
-        ]
-
-
 class CopiedLeaves(Mapping[str, HeldLeaf]):
     """Copies of leaves, whose tensors are made when one is looked up.
 
     Args:
-        residents: The leaves of each accelerator.
+        residents: The leaves of the state.
         memory: The copies of each accelerator.
         claim: The claim to their memory.
     """
 
     def __init__(
         self,
-        residents: Mapping[Accelerator, _Residents],
+        residents: StateResidents,
         memory: Mapping[Accelerator, torch.Tensor],
         claim: object,
     ) -> None:
         self._residents = residents
         self._memory = memory
         self._claim = claim
-        self._paths = frozenset(path for group in residents.values() for path in group.paths)
 
     @cached_property
     def _by_path(self) -> dict[str, HeldLeaf]:
         return {
             path: HeldLeaf(device, content, (), self._claim)
-            for device, group in self._residents.items()
+            for device, group in self._residents.on_devices.items()
             for path, content in zip(
                 group.paths, parts_of(self._memory[device], group.layout), strict=True
             )
@@ -102,14 +74,11 @@ class CopiedLeaves(Mapping[str, HeldLeaf]):
     def __getitem__(self, path: str) -> HeldLeaf:
         return self._by_path[path]
 
-    def __contains__(self, path: object) -> bool:
-        return path in self._paths
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._by_path)
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return sum(len(group.paths) for group in self._residents.on_devices.values())
 
 
 class DeviceLeaves:
@@ -124,11 +93,9 @@ class DeviceLeaves:
         self._shadow = shadow
         self._spare: SpareMemory[Accelerator] = SpareMemory(_unreserved_bytes, most_bytes)
         self._has_shadows: dict[Accelerator, bool] = {}
-        # The specs of the last save, and its leaves.
-        self._last: tuple[object, dict[Accelerator, _Residents]] = (None, {})
 
     def held(
-        self, flat: Flat, specs: Mapping[str, LeafSpec], guarded: Guarded
+        self, flat: Flat, residents: StateResidents, guarded: Callable[[], Guarded]
     ) -> Mapping[str, HeldLeaf]:
         """Return the leaves on accelerators, by path.
 
@@ -137,51 +104,28 @@ class DeviceLeaves:
 
         Args:
             flat: The state.
-            specs: The specs of its leaves, by path.
-            guarded: The tensors that may be read after ``save`` has returned.
+            residents: Its leaves, by the memory that they lie in.
+            guarded: Return the tensors that may be read after ``save`` has returned.
         """
-        residents = self._find(flat, specs)
-        for device, group in residents.items():
+        for device, group in residents.on_devices.items():
             # Decided once, because later the shadows themselves take up the memory.
             if device not in self._has_shadows:
-                self._has_shadows[device] = self._decide(device, int(group.layout.sizes.sum()))
+                self._has_shadows[device] = self._decide(device, group.size)
         copies = self._copied_as_a_whole(flat, residents)
         if copies is not None:
             return copies
         held: dict[str, HeldLeaf] = {}
-        for device, group in residents.items():
-            values = dict(zip(group.paths, group.values_in(flat), strict=True))
+        for device, group in residents.on_devices.items():
+            values = dict(zip(group.paths, group.values_in(flat.arrays), strict=True))
             contents = {path: leaves.flat_bytes(value) for path, value in values.items()}
-            aliases = {path: guarded.watched(value) for path, value in values.items()}
+            aliases = {path: guarded().watched(value) for path, value in values.items()}
             if unguarded := [path for path in values if not aliases[path]]:
                 sources = [contents[path] for path in unguarded]
                 layout = Layout.of([source.numel() for source in sources])
-                copies_of = parts_of(_copied_in_order(device, sources, layout), layout)
+                copies_of = parts_of(copied_in_order(device, sources, layout), layout)
                 contents |= zip(unguarded, copies_of, strict=True)
             held |= {path: HeldLeaf(device, contents[path], aliases[path], None) for path in values}
         return held
-
-    def _find(self, flat: Flat, specs: Mapping[str, LeafSpec]) -> dict[Accelerator, _Residents]:
-        """Return the leaves of each accelerator."""
-        # States of a known structure have the same specs at each save: this very mapping. Their
-        # leaves have the same forms, on the same devices.
-        if self._last[0] is specs:
-            return self._last[1]
-        paths: dict[Accelerator, dict[str, torch.Tensor]] = {}
-        for path, value in flat.arrays.items():
-            device = codec.accelerator_of(value) if isinstance(value, torch.Tensor) else None
-            if device is not None:
-                paths.setdefault(device, {})[path] = cast("torch.Tensor", value)
-        residents = {
-            device: _Residents(
-                list(values),
-                [type(value) in PLAIN and leaves.is_plain(value) for value in values.values()],
-                Layout.of([specs[path].raw_bytes for path in values]),
-            )
-            for device, values in paths.items()
-        }
-        self._last = (specs, residents)
-        return residents
 
     def has_shadows(self, device: Accelerator) -> bool:
         """Return true if the shadows of a device's leaves lie in its own memory."""
@@ -197,18 +141,17 @@ class DeviceLeaves:
         for device in self._has_shadows:
             device.hold()
 
-    def _copied_as_a_whole(
-        self, flat: Flat, residents: Mapping[Accelerator, _Residents]
-    ) -> CopiedLeaves | None:
+    def _copied_as_a_whole(self, flat: Flat, residents: StateResidents) -> CopiedLeaves | None:
         """Return copies of all leaves; ``None`` if there is not enough memory."""
-        sizes = {device: group.layout.total for device, group in residents.items()}
-        claim = self._spare.claim(sizes)
+        groups = residents.on_devices
+        claim = self._spare.claim({device: group.layout.total for device, group in groups.items()})
         if claim is None:
             return None
         memory = {}
         try:
-            for device, group in residents.items():
-                memory[device] = _copied_in_order(device, group.memory_in(flat), group.layout)
+            for device, group in groups.items():
+                sources = group.memory_in(flat.arrays, leaves.flat_bytes)
+                memory[device] = copied_in_order(device, sources, group.layout)
         except torch.OutOfMemoryError as error:
             # Another process may have taken the memory.
             log.warning("training waits until this save has read the state: %s", str(error))
@@ -231,17 +174,6 @@ class DeviceLeaves:
             required / 2**30,
         )
         return False
-
-
-def _copied_in_order(
-    device: Accelerator, sources: Sequence[torch.Tensor], layout: Layout
-) -> torch.Tensor:
-    """Return copies as ``copied`` does, made in the order of the training's work."""
-    device.begin()
-    memory = copied(device, sources, layout)
-    # The training may write to these leaves as soon as ``save`` has returned.
-    device.hold()
-    return memory
 
 
 def _unreserved_bytes(device: Accelerator) -> int:

@@ -141,8 +141,8 @@ class Guard:
     def guarded(self, leaves: Tensors | None = None) -> Guarded:
         """Return the tensors that are guarded at this save.
 
-        Call it once for each save, because frozen parameters are found by comparison with the last
-        call.
+        Call it at most once for each save, because frozen parameters are found by comparison with
+        the last call.
 
         Args:
             leaves: The tensors of the state, if they are known.

@@ -338,7 +338,7 @@ class RootStream:
             if hasattr(value, "untyped_storage")
         }
         # DCP changes no tensor before this call returns, so all of them can be read lazily.
-        sources = self.capture.sources(flat, Guarded(owned))
+        sources = self.capture.sources(flat, lambda: Guarded(owned))
         tiles = task.share.tiles()
         agreed = (
             Agreed() if state is None else agreement(saver, task.step, state, task.signals, tiles)

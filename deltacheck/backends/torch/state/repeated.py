@@ -7,7 +7,7 @@ the last save. Their addresses and version counters are read at every save.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, ItemsView, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from functools import cache, cached_property
 from operator import attrgetter, itemgetter
@@ -127,9 +127,13 @@ class _Arrays(Mapping[str, object]):
     def __getitem__(self, path: str) -> object:
         return self._by_path[path]
 
+    # Those of the dictionary need no call for each leaf.
+
     def items(self) -> ItemsView[str, object]:
-        """Return those of the dictionary, which need no call for each leaf."""
         return self._by_path.items()
+
+    def values(self) -> ValuesView[object]:
+        return self._by_path.values()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._paths)
@@ -141,7 +145,8 @@ class _Arrays(Mapping[str, object]):
 class _Seen(NamedTuple):
     """The tensors of a state, in the order of ``_KnownStructure.tensors``.
 
-    ``addresses`` has those of the arrays after them. ``may_move``: as in ``Tensors``.
+    ``addresses`` has those of the arrays after them. ``storages`` and ``may_move``: as in
+    ``Tensors``, empty if a leaf is on a device.
     """
 
     addresses: U64
@@ -327,9 +332,11 @@ class _KnownStructure:
                 return None
             end = begin + len(block)
             read_numbers(list(block), torch.Tensor.data_ptr, addresses[begin:end])
-            of_block = list(map(torch.Tensor.untyped_storage, block))
-            may_move = may_move or any(map(torch.UntypedStorage.resizable, of_block))
-            storages += of_block
+            # Beside leaves on devices none is read in its place.
+            if self._plain is not None:
+                of_block = list(map(torch.Tensor.untyped_storage, block))
+                may_move = may_move or any(map(torch.UntypedStorage.resizable, of_block))
+                storages += of_block
             begin = end
         if self._sampled:
             of_sampled = np.empty(len(self._sampled), np.uint64)
