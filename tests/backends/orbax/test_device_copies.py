@@ -76,23 +76,21 @@ def test_save_returns_before_the_arrays_are_read_and_they_may_be_donated(
 def test_all_arrays_are_copied_or_none(unused: dict[str, Any]) -> None:
     arrays = {"a": jnp.ones(256), "b": jnp.zeros(256), "c": np.ones(3)}
     copies = DeviceCopies()
-    assert copies.of(arrays, {}) == {}, "the shadows of a first save do not exist yet"
+    assert copies.of(arrays) == {}, "the shadows of a first save do not exist yet"
     unused["bytes"] = 2 * 2048 - 1
-    assert copies.of(arrays, {}) == {}
+    assert copies.of(arrays) == {}
     unused["bytes"] = None
-    assert copies.of(arrays, {}) == {}, "a device that does not know"
+    assert copies.of(arrays) == {}, "a device that does not know"
     unused["bytes"] = 2 * 2048
-    found = copies.of(arrays, {})
+    found = copies.of(arrays)
     assert found.keys() == {"a", "b"}
     copy = found["a"]()
     np.testing.assert_array_equal(copy, arrays["a"])
     assert copy.unsafe_buffer_pointer() != arrays["a"].unsafe_buffer_pointer()
-    assert copies.of(arrays, {}) == {}, "the first copies are still in use"
+    assert copies.of(arrays) == {}, "the first copies are still in use"
     del found, copy
     unused["bytes"] = 2048
-    assert copies.of(arrays, {}).keys() == {"a", "b"}, (
-        "the memory of the first copies is free again"
-    )
+    assert copies.of(arrays).keys() == {"a", "b"}, "the memory of the first copies is free again"
 
 
 def test_memory_that_another_framework_has_taken_is_done_without(
@@ -102,9 +100,9 @@ def test_memory_that_another_framework_has_taken_is_done_without(
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     copies = DeviceCopies()
-    copies.of({"a": jnp.ones(8)}, {})
+    copies.of({"a": jnp.ones(8)})
     monkeypatch.setattr(leaves, "enqueued_copies", full)
-    assert copies.of({"a": jnp.ones(8)}, {}) == {}
+    assert copies.of({"a": jnp.ones(8)}) == {}
     assert "RESOURCE_EXHAUSTED" in caplog.text
 
 
@@ -116,14 +114,14 @@ def test_copies_keep_the_sharding_of_each_array(unused: dict[str, Any]) -> None:
         for name, rule in (("rows", spec("x")), ("columns", spec(None, "x")), ("all", spec()))
     }
     copies = DeviceCopies()
-    copies.of(arrays, {})
-    found = copies.of(arrays, {})
+    copies.of(arrays)
+    found = copies.of(arrays)
     for name, array in arrays.items():
         assert found[name]().sharding == array.sharding
         np.testing.assert_array_equal(found[name](), array)
     # The bytes on each device: half of two arrays, and all of the third.
     del found
     unused["bytes"] = 511
-    assert copies.of(arrays, {}) == {}
+    assert copies.of(arrays) == {}
     unused["bytes"] = 512
-    assert copies.of(arrays, {}).keys() == arrays.keys()
+    assert copies.of(arrays).keys() == arrays.keys()

@@ -35,11 +35,10 @@ class _Plan(NamedTuple):
         sizes: Counter[jax.Device] = Counter()
         for path, value in values.items():
             if leaves.is_on_accelerators(value):
-                array = cast("jax.Array", value)
-                groups.setdefault(array.sharding, []).append(path)
-                shard = array.sharding.shard_shape(array.shape)
-                for device in array.sharding.addressable_devices:
-                    sizes[device] += prod(shard) * array.dtype.itemsize
+                groups.setdefault(value.sharding, []).append(path)
+                shard = value.sharding.shard_shape(value.shape)
+                for device in value.sharding.addressable_devices:
+                    sizes[device] += prod(shard) * value.dtype.itemsize
         return cls(list(groups.values()), sizes)
 
 
@@ -55,20 +54,20 @@ class DeviceCopies:
         self._last: tuple[object, _Plan] | None = None
 
     def of(
-        self, values: Mapping[str, object], specs: Mapping[str, LeafSpec]
+        self, values: Mapping[str, object], specs: Mapping[str, LeafSpec] | None = None
     ) -> dict[str, Callable[[], jax.Array]]:
         """Enqueue copies of arrays, behind their computation and without a wait.
 
         Args:
             values: Leaves by path. Those in the memory of accelerators are copied.
             specs: Their specs. States of known forms have the same ones at each save: this very
-                mapping.
+                mapping. ``None``: the forms are not known.
 
         Returns:
             Functions by path that return the copies, for ``LeafSource.current``. None if there is
             not enough memory.
         """
-        if self._last is None or self._last[0] is not specs:
+        if specs is None or self._last is None or self._last[0] is not specs:
             self._last = specs, _Plan.of(values)
         plan = self._last[1]
         claim = self._spare.claim(plan.sizes)
