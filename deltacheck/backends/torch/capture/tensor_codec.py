@@ -57,7 +57,7 @@ class TorchCodec:
 
     def host(self, base: Base) -> U8:
         """Return the base's bytes: a view, or a copy from an accelerator."""
-        return self.memory_of(base).host(base)
+        return base if isinstance(base, np.ndarray) else self.memory_of(base).host(base)
 
     def memory_of(self, content: Base) -> LeafMemory:
         """Return the memory that a leaf or a base lies in."""
