@@ -268,10 +268,11 @@ def test_every_save_comes_back_bit_for_bit(
     assert device.begun >= len(states)
 
 
-def test_only_changes_cross_to_the_host(tmp_path: Path, device: Device) -> None:
+@pytest.mark.parametrize("verify", ["none", "commit"])
+def test_only_changes_cross_to_the_host(tmp_path: Path, device: Device, verify: str) -> None:
     first = {"w": device.place(bfloat16(2_000_000))}
     raw = first["w"].numel() * 2
-    with Engine(tmp_path) as engine:
+    with Engine(tmp_path, options=SaveOptions(verify=verify)) as engine:
         engine.save(0, first).result(240)
         assert device.copied >= raw
         device.copied = 0
