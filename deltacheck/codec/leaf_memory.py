@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from deltacheck.codec import adam_law, derivation
 from deltacheck.codec.adam_law import Places
-from deltacheck.codec.base import U8, U64
+from deltacheck.codec.base import U8, U64, Codec
 from deltacheck.leaf.digest import all_chunk_digests
 from deltacheck.leaf.spec import LeafSpec
 
@@ -65,6 +65,14 @@ class PlacedCodec(Protocol):
     def memory_of(self, content: Any) -> LeafMemory:
         """Return the memory that a content or a base lies in."""
         ...
+
+
+def memories_of(codec: Codec[Any]) -> Callable[[Any], LeafMemory]:
+    """Return a function that returns the memory that a content or a base of a codec lies in."""
+    if isinstance(codec, PlacedCodec):
+        return codec.memory_of
+    host = HostMemory(codec.host)
+    return lambda content: host
 
 
 @dataclass(frozen=True, slots=True)

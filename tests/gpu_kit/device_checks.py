@@ -102,7 +102,7 @@ def run_tests(context: Context, *files: str) -> Result:
 
 
 def test_torch(context: Context) -> Result:
-    """Run the engine's tests of devices: copies, saves behind the training, offload."""
+    """Run the engine's tests of devices: copies, saves behind the training, laws, offload."""
     files = ("test_engine_device.py", "test_law_device.py", "test_offload.py")
     return run_tests(context, *(f"backends/torch/{file}" for file in files))
 

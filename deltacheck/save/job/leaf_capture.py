@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from deltacheck.codec import default_codec, host_memory
 from deltacheck.codec.adam_law import Law
 from deltacheck.codec.base import U8, U64, Codec, GroupCodec, GroupJob
+from deltacheck.codec.leaf_memory import memories_of
 from deltacheck.codec.native import Cut
 from deltacheck.errors import SaveFailed
-from deltacheck.leaf.digest import chunk_digests, digest_of
+from deltacheck.leaf.digest import chunk_digests, leaf_digest
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import Policy, keyframes
 from deltacheck.save.job.leaf_state import LeafSave, LeafState, await_write
@@ -91,6 +92,7 @@ class LeafCapture:
         self._parts = parts
         self._copy: U8 | None = None
         # Once, because a look at all methods of a protocol takes as long as a small leaf.
+        self._memories = memories_of(setup.codec)
         self._group_codec = setup.codec if isinstance(setup.codec, GroupCodec) else None
 
     def capture(self, sources: deque[LeafSource]) -> None:
@@ -265,7 +267,7 @@ class LeafCapture:
         match.
         """
         if self._setup.options.verify != "none":
-            leaf.live_digest = digest_of(spec, self._setup.codec.host(content))
+            leaf.live_digest = leaf_digest(self._memories(content).digests(content, spec))
 
     def _proven(self, leaf: LeafSave, spec: LeafSpec, current: Any) -> Any:
         """Return what to encode: a copy, if its digest is recorded, else ``current``."""

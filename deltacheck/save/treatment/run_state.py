@@ -9,8 +9,8 @@ from typing import Any
 
 from deltacheck.codec import adam_law
 from deltacheck.codec.adam_law import Law
-from deltacheck.codec.base import U8, Codec
-from deltacheck.codec.leaf_memory import HostMemory, LeafMemory, PlacedCodec
+from deltacheck.codec.base import U8
+from deltacheck.codec.leaf_memory import LeafMemory
 from deltacheck.leaf.contracts import PeakRate
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import refresh
@@ -36,20 +36,12 @@ class LeafReader:
     """Access to leaves as they are now, and as they are stored.
 
     Args:
-        memory_of: Return the memory that content of the codec lies in.
+        memory_of: Return the memory that a content or a base lies in (``memories_of``).
         shadow: Return what is stored of a leaf, by path.
     """
 
     memory_of: Callable[[Any], LeafMemory]
     shadow: Callable[[str], Shadow | None]
-
-    @classmethod
-    def of(cls, codec: Codec[Any], shadow: Callable[[str], Shadow | None]) -> LeafReader:
-        """Return the access to leaves in the form that a codec takes."""
-        if isinstance(codec, PlacedCodec):
-            return cls(codec.memory_of, shadow)
-        host = HostMemory(codec.host)
-        return cls(lambda content: host, shadow)
 
     def host(self, content: Any) -> U8:
         """Return content in host memory, without a copy if possible."""

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from deltacheck.codec.base import Codec
+from deltacheck.codec.leaf_memory import memories_of
 from deltacheck.leaf.contracts import PeakRate
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Node, scalars
@@ -108,7 +109,7 @@ class Treatment:
         self, policy: Policy, codec: Codec[Any], shadow: Callable[[str], Shadow | None]
     ) -> None:
         self._policy = policy
-        self._reader = LeafReader.of(codec, shadow)
+        self._reader = LeafReader(memories_of(codec), shadow)
         self._run = RunState()
         self._find_roles = roles.Finder()
 

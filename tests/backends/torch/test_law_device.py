@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +28,7 @@ from deltacheck.save.job import leaf_capture
 from deltacheck.store.roots.opening import open_root
 from deltacheck.store.segment import METHOD
 from tests.support.accelerators import Device, Emulated
+from tests.support.segment_files import segment_files
 from tests.support.states import assert_same, kinds, random_tensor
 
 pytest.importorskip(
@@ -135,19 +135,6 @@ def copied(state: Any) -> Any:
     return state
 
 
-def files_of(root: Path) -> dict[str, bytes]:
-    """Return the files of all segments, without the random parts of their names."""
-    files = {}
-    for file in sorted((root / "segments").rglob("*.*")):
-        if file.is_file():
-            content = file.read_bytes()
-            if file.name == "zarr.json":
-                content = re.sub(rb'-[0-9a-f]{8}"|"checksum":"[0-9a-f]+"', b"", content)
-            files[re.sub(r"-[0-9a-f]{8}/", "/", str(file.relative_to(root)))] = content
-    assert any("delta" in name for name in files)
-    return files
-
-
 def methods(root: Path, step: int) -> set[int]:
     """Return the methods of the chunks that a save has written."""
     opened = open_root(root)
@@ -161,7 +148,7 @@ def methods(root: Path, step: int) -> set[int]:
 
 def assert_same_roots(root: Path, host_root: Path, states: list[Any]) -> None:
     """Check files, promises and restored states of two roots."""
-    assert files_of(root) == files_of(host_root)
+    assert segment_files(root) == segment_files(host_root)
     opened, host = deltacheck.open(root), deltacheck.open(host_root)
     assert opened.verify(deep=True) == []
     with Engine(root) as engine:

@@ -87,7 +87,7 @@ class _KnownForms:
         self._order = [numbers[path] for path in self._paths]
         self._arrays = [n for n, value in enumerate(values) if _is_plain(value)]
         # Arrays of keys, too: copies of all arrays are planned once for the same places.
-        self._placed = [n for n, value in enumerate(values) if isinstance(value, jax.Array)]
+        self._array_numbers = [n for n, value in enumerate(values) if isinstance(value, jax.Array)]
         self._other_numbers = [n for n, value in enumerate(values) if not _is_plain(value)]
         forms = self._forms_of(values)
         if forms is None:
@@ -158,7 +158,7 @@ class _KnownForms:
         ]
         return _Forms(
             list(map(_aval_of, arrays)),
-            list(map(_sharding_of, chosen(values, self._placed))),
+            list(map(_sharding_of, chosen(values, self._array_numbers))),
             other_leaves,
             ties,
         )

@@ -21,7 +21,7 @@ from deltacheck.codec.base import U8, U64
 from deltacheck.leaf.spec import LeafSpec
 
 # Elements that are compared at a time. Larger: fewer launches; smaller: less device memory.
-_COMPARED = 16 << 20
+_COMPARED = 4 << 20
 _SIGN, _INFINITE, _NAN = -(1 << 31), 0x7F800000, 0x7FC00000
 
 

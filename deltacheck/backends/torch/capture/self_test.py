@@ -63,15 +63,15 @@ def _wrong_on(device: Accelerator) -> str:
         _words(random, 2)._replace(ordered=True),
         *(_group(random, method, form) for method in LAWS for form in range(_FORMS)),
     ]
-    placed = []
+    jobs = []
     for trial in trials:
         with device.aside():
             current, base = (
                 device.empty(content.size).copy_(torch.from_numpy(content.copy()))
                 for content in (trial.current, trial.base)
             )
-        placed.append(trial._replace(current=current, base=base))
-    for trial, job in zip(trials, placed, strict=True):
+        jobs.append(trial._replace(current=current, base=base))
+    for trial, job in zip(trials, jobs, strict=True):
         [group] = encode(device, [job], 1 << 20, lambda size: None, lambda: None)
         with device.aside():
             base = job.base.cpu().numpy()
@@ -79,17 +79,18 @@ def _wrong_on(device: Accelerator) -> str:
         digests = DeviceMemory(device).digests(job.current, spec)
         has_digests = np.array_equal(digests, all_chunk_digests(spec, trial.current))
         if not has_digests or not _is_right(trial, group, base):
-            what = f"words of {trial.word_bytes} bytes"
-            if not has_digests:
-                what = "digests of whole leaves"
-            elif trial.law is not None:
-                what = f"the law of Adam (method {trial.law[0]})"
-            elif trial.ordered:
-                what += " in the order of their classes"
+            work = "digests of whole leaves" if not has_digests else _name_of(trial)
             return (
-                f"the CUDA encoder gave other bytes than the host's for {what}; please report this"
+                f"the CUDA encoder gave other bytes than the host's for {work}; please report this"
             )
     return ""
+
+
+def _name_of(trial: GroupJob) -> str:
+    if trial.law is not None:
+        return f"the law of Adam (method {trial.law[0]})"
+    order = " in the order of their classes" if trial.ordered else ""
+    return f"words of {trial.word_bytes} bytes{order}"
 
 
 def _is_right(trial: GroupJob, group: EncodedGroup, base: U8) -> bool:
@@ -141,16 +142,16 @@ def _words(random: np.random.Generator, word_bytes: int) -> GroupJob:
 def _group(random: np.random.Generator, method: int, form: int) -> GroupJob:
     """Return a group in host memory, one step after its base, or some steps."""
     law = Law(method, form, form, form % 2, eps=1e-8, rate=-1e-3, earlier=5e-4, pull=-1e-4)
-    count, one, few = 3000, np.float32(1), np.float32(1e-3)
+    count, unit, small = 3000, np.float32(1), np.float32(1e-3)
     normal = random.standard_normal((4, count), np.float32)
-    w, m, v, g = normal[0], few * normal[1], few * few * normal[2] ** 2, few * normal[3]
+    w, m, v, g = normal[0], small * normal[1], small * small * normal[2] ** 2, small * normal[3]
     if method == GRADIENT_LAW:  # a bfloat16
         g = (g.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
     beta1, beta2 = np.float32(law.beta1), np.float32(law.beta2)
     before = np.stack((w, m, v))
     # About as the law says, so that few words differ from the prediction of any form.
-    m = m + (one - beta1) * (g - m)
-    v = beta2 * v + ((one - beta2) * g) * g if method != STEPS_LAW else v
+    m = m + (unit - beta1) * (g - m)
+    v = beta2 * v + ((unit - beta2) * g) * g if method != STEPS_LAW else v
     update = np.float32(law.rate) * (m / (np.sqrt(v) + np.float32(law.eps)))
     after = np.stack((w + update + np.float32(law.pull) * w, m, v))
     bounds = np.array([0, before.size], np.uint64)
