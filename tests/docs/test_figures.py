@@ -76,7 +76,7 @@ def test_no_place_breaks_a_rule(name: str, figures: dict[str, Figure]) -> None:
         # `deltacheck run` took 1,000: those whom it serves have no code to put a callback into.
         # Azure took 240 (TensorStore has no driver for it), branches in buckets 50, and reports,
         # repairs and imports there few.
-        ("code-lines", 45_788),
+        ("code-lines", 45_826),
     ],
 )
 def test_a_count_stays_within_its_limit(name: str, most: int, figures: dict[str, Figure]) -> None:
