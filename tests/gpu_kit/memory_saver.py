@@ -23,7 +23,7 @@ _FREED_AT_LEAST = 0.9
 
 
 class _Saver(Protocol):
-    """What is used of torch_memory_saver."""
+    """The calls of torch_memory_saver that the step makes."""
 
     def region(self, tag: str, enable_cpu_backup: bool) -> AbstractContextManager[None]: ...
     def pause(self, tag: str) -> None: ...

@@ -172,8 +172,8 @@ def planned(
         paths = [path for path in flat.arrays if path not in placement.owned_paths]
         rest = {path: flat.arrays[path] for path in paths}
     most_bytes = cache_bytes_of(int(tensors.sizes.sum()), options)
-    sources = _others(rest, flat.specs, guarded, most_bytes)
-    if sources is None:
+    sources = one_by_one(rest, flat.specs, guarded, most_bytes)
+    if not all(source.lazy for source in sources.values()):
         return None
     places = placement.places
     storages = chosen(tensors.storages, places)
@@ -213,28 +213,30 @@ def planned(
     return LaterSources(flat.specs, make)
 
 
-def _others(
+def one_by_one(
     values: Mapping[str, object], specs: Mapping[str, LeafSpec], guarded: Guarded, most_bytes: int
-) -> dict[str, LeafSource] | None:
-    """Return the sources of leaves that are looked at one by one.
+) -> dict[str, LeafSource]:
+    """Return the sources of leaves of the host that are looked at one by one.
+
+    Guarded leaves are read in their place, later. The others are copied. If that takes too much,
+    they are read before ``save`` returns.
 
     Args:
         values: The leaves by path.
         specs: The specs of all leaves.
         guarded: As in ``planned``.
         most_bytes: The most bytes of copies.
-
-    Returns:
-        The sources; ``None`` if more than ``most_bytes`` would have to be copied.
     """
     aliases = {path: guarded.watched(value) for path, value in values.items()}
     unguarded = {path: value for path, value in values.items() if not aliases[path]}
-    copied = Residents.of(unguarded, specs, list(range(len(unguarded))), None)
-    if copied.size > most_bytes:
-        return None
     seed = secrets.randbits(62)
     sources = {path: in_place(specs[path], aliases[path], seed) for path in values if aliases[path]}
-    copies = copied.copied_on_host(unguarded)()
-    for path, copy in zip(copied.paths, copies, strict=True):
+    copied = Residents.of(unguarded, specs, list(range(len(unguarded))), None)
+    if copied.size > most_bytes:
+        return sources | {
+            path: LeafSource(specs[path], partial(leaves.bytes_of, value))
+            for path, value in unguarded.items()
+        }
+    for path, copy in zip(copied.paths, copied.copied_on_host(unguarded)(), strict=True):
         sources[path] = LeafSource(specs[path], partial(itself, copy), True, is_view=True)
     return sources

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from deltacheck.backends.numpy_leaves import specs_of
-from deltacheck.backends.torch.capture.batch import Placements, in_place, planned
+from deltacheck.backends.torch.capture.batch import Placements, one_by_one, planned
 from deltacheck.backends.torch.capture.device import Accelerator
-from deltacheck.backends.torch.capture.device_leaves import CopiedLeaves, DeviceLeaves, HeldLeaf
+from deltacheck.backends.torch.capture.device_leaves import DeviceLeaves, HeldLeaf
 from deltacheck.backends.torch.capture.guard import Guarded, unchanged_check
 from deltacheck.backends.torch.capture.residents import StateResidents
 from deltacheck.backends.torch.capture.staging import Staging
@@ -74,19 +74,16 @@ class Capture:
         most_bytes = cache_bytes_of(residents.total, self._options)
         # Beside leaves on devices those of the host are copied. Otherwise the training would wait
         # for the step counter of an optimizer, which lies on the host, until all is encoded.
-        is_copied = bool(on_devices) and on_host.size <= most_bytes
+        is_copied = bool(residents.on_devices) and on_host.size <= most_bytes
         if is_copied:
             make_on_host = partial(
                 _own_sources, specs, on_host.paths, on_host.copied_on_host(flat.arrays)
             )
         else:
-            make_on_host = partial(itself, _read_in_place(flat, guarded, specs, on_host.paths))
-        make = partial(self._made, specs, on_devices, make_on_host, most_bytes)
-        is_own = (is_copied or not on_host.paths) and (
-            isinstance(on_devices, CopiedLeaves)
-            or not any(leaf.aliases for leaf in on_devices.values())
-        )
-        if may_be_later and is_own:
+            values = {path: flat.arrays[path] for path in on_host.paths}
+            make_on_host = partial(itself, one_by_one(values, specs, guarded(), 0))
+        make = partial(self._made, specs, on_devices.make, make_on_host, most_bytes)
+        if may_be_later and on_devices.is_own and (is_copied or not on_host.paths):
             return LaterSources(specs, make, is_own=True)
         all_sources = make()
         # The checks have enqueued copies of samples, which are read on the side streams.
@@ -109,11 +106,12 @@ class Capture:
     def _made(
         self,
         specs: Mapping[str, LeafSpec],
-        on_devices: Mapping[str, HeldLeaf],
+        make_on_devices: Callable[[], Mapping[str, HeldLeaf]],
         make_on_host: Callable[[], Mapping[str, LeafSource]],
         most_bytes: int,
     ) -> dict[str, LeafSource]:
         """Return the sources of all leaves, in the order of ``specs``."""
+        on_devices = make_on_devices()
         staged = {
             path: (leaf.device, leaf.content)
             for path in specs
@@ -155,24 +153,6 @@ def _own_sources(
         path: LeafSource(specs[path], partial(itself, copy), lazy=True, is_own=True)
         for path, copy in zip(paths, copies(), strict=True)
     }
-
-
-def _read_in_place(
-    flat: Flat,
-    guarded: Callable[[], Guarded],
-    specs: Mapping[str, LeafSpec],
-    paths: Sequence[str],
-) -> dict[str, LeafSource]:
-    """Return the sources of leaves in host memory that are not copied."""
-    seed = secrets.randbits(62)
-    sources = {}
-    for path in paths:
-        value, spec = flat.arrays[path], specs[path]
-        if aliases := guarded().watched(value):
-            sources[path] = in_place(spec, aliases, seed)
-        else:
-            sources[path] = LeafSource(spec, partial(leaves.bytes_of, value))
-    return sources
 
 
 def _content_check(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from deltacheck.backends.torch.capture import windows
 from deltacheck.backends.torch.capture.device import Accelerator
 from deltacheck.backends.torch.capture.device_copies import Layout, copied_in_order, parts_of
 from deltacheck.backends.torch.capture.guard import Guarded
-from deltacheck.backends.torch.capture.residents import StateResidents
+from deltacheck.backends.torch.capture.residents import Residents, StateResidents
 from deltacheck.backends.torch.state import leaves
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.job.spare_memory import SpareMemory
@@ -42,43 +42,16 @@ class HeldLeaf(NamedTuple):
     claim: object
 
 
-class CopiedLeaves(Mapping[str, HeldLeaf]):
-    """Copies of leaves, whose tensors are made when one is looked up.
+class HeldLeaves(NamedTuple):
+    """The leaves on accelerators in one save.
 
-    Args:
-        residents: The leaves of the state.
-        memory: The copies of each accelerator.
-        claim: The claim to their memory.
+    Attributes:
+        make: Return them by path. The tensors of copies are made in it.
+        is_own: True if all of them are copies.
     """
 
-    def __init__(
-        self,
-        residents: StateResidents,
-        memory: Mapping[Accelerator, torch.Tensor],
-        claim: object,
-    ) -> None:
-        self._residents = residents
-        self._memory = memory
-        self._claim = claim
-
-    @cached_property
-    def _by_path(self) -> dict[str, HeldLeaf]:
-        return {
-            path: HeldLeaf(device, content, (), self._claim)
-            for device, group in self._residents.on_devices.items()
-            for path, content in zip(
-                group.paths, parts_of(self._memory[device], group.layout), strict=True
-            )
-        }
-
-    def __getitem__(self, path: str) -> HeldLeaf:
-        return self._by_path[path]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._by_path)
-
-    def __len__(self) -> int:
-        return sum(len(group.paths) for group in self._residents.on_devices.values())
+    make: Callable[[], dict[str, HeldLeaf]]
+    is_own: bool
 
 
 class DeviceLeaves:
@@ -91,13 +64,15 @@ class DeviceLeaves:
 
     def __init__(self, shadow: str, most_bytes: int | None) -> None:
         self._shadow = shadow
-        self._spare: SpareMemory[Accelerator] = SpareMemory(_unreserved_bytes, most_bytes)
+        self._spare: SpareMemory[Accelerator] = SpareMemory(
+            lambda device: device.unreserved_bytes(), most_bytes
+        )
         self._has_shadows: dict[Accelerator, bool] = {}
 
     def held(
         self, flat: Flat, residents: StateResidents, guarded: Callable[[], Guarded]
-    ) -> Mapping[str, HeldLeaf]:
-        """Return the leaves on accelerators, by path.
+    ) -> HeldLeaves:
+        """Return the leaves on accelerators.
 
         Unguarded leaves are copied at once, in stream order. If there is memory, all leaves are:
         the training then need not wait until they are read, and their content needs no check.
@@ -125,7 +100,7 @@ class DeviceLeaves:
                 copies_of = parts_of(copied_in_order(device, sources, layout), layout)
                 contents |= zip(unguarded, copies_of, strict=True)
             held |= {path: HeldLeaf(device, contents[path], aliases[path], None) for path in values}
-        return held
+        return HeldLeaves(lambda: held, not any(leaf.aliases for leaf in held.values()))
 
     def has_shadows(self, device: Accelerator) -> bool:
         """Return true if the shadows of a device's leaves lie in its own memory."""
@@ -141,7 +116,7 @@ class DeviceLeaves:
         for device in self._has_shadows:
             device.hold()
 
-    def _copied_as_a_whole(self, flat: Flat, residents: StateResidents) -> CopiedLeaves | None:
+    def _copied_as_a_whole(self, flat: Flat, residents: StateResidents) -> HeldLeaves | None:
         """Return copies of all leaves; ``None`` if there is not enough memory."""
         groups = residents.on_devices
         claim = self._spare.claim({device: group.layout.total for device, group in groups.items()})
@@ -156,7 +131,7 @@ class DeviceLeaves:
             # Another process may have taken the memory.
             log.warning("training waits until this save has read the state: %s", str(error))
             return None
-        return CopiedLeaves(residents, memory, claim)
+        return HeldLeaves(partial(_of_copies, groups, memory, claim), is_own=True)
 
     def _decide(self, device: Accelerator, state_bytes: int) -> bool:
         # Without a device encoder every save would copy the shadow to the host.
@@ -176,5 +151,14 @@ class DeviceLeaves:
         return False
 
 
-def _unreserved_bytes(device: Accelerator) -> int:
-    return device.unreserved_bytes()
+def _of_copies(
+    groups: Mapping[Accelerator, Residents],
+    memory: Mapping[Accelerator, torch.Tensor],
+    claim: object,
+) -> dict[str, HeldLeaf]:
+    """Return leaves of whose copies the memory of each accelerator consists."""
+    return {
+        path: HeldLeaf(device, content, (), claim)
+        for device, group in groups.items()
+        for path, content in zip(group.paths, parts_of(memory[device], group.layout), strict=True)
+    }

@@ -7,9 +7,9 @@ the last save. Their addresses and version counters are read at every save.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, ItemsView, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, cast
 
@@ -106,40 +106,6 @@ class Flattener:
         if self._misses <= _MISSES or self._misses % _MISSES == 0:
             self._memory = _KnownStructure.of(state, flat_state, self._is_host)
         return flat_state
-
-
-class _Arrays(Mapping[str, object]):
-    """The leaves of a state by path. The dictionary is made when a leaf is looked up.
-
-    Args:
-        paths: The paths of the leaves.
-        values: The leaves, and others after them.
-    """
-
-    def __init__(self, paths: Sequence[str], values: Sequence[object]) -> None:
-        self._paths = paths
-        self._values = values
-
-    @cached_property
-    def _by_path(self) -> dict[str, object]:
-        return dict(zip(self._paths, self._values, strict=False))
-
-    def __getitem__(self, path: str) -> object:
-        return self._by_path[path]
-
-    # Those of the dictionary need no call for each leaf.
-
-    def items(self) -> ItemsView[str, object]:
-        return self._by_path.items()
-
-    def values(self) -> ValuesView[object]:
-        return self._by_path.values()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
-
-    def __len__(self) -> int:
-        return len(self._paths)
 
 
 class _Seen(NamedTuple):
@@ -308,7 +274,9 @@ class _KnownStructure:
         except _REFUSALS:
             return None
         self._addresses = readings.addresses
-        flat = KnownFlat(outlined.skeleton, _Arrays(self._paths, values), self._leaves)
+        # After those of the paths, the values are those of tied leaves.
+        arrays = dict(zip(self._paths, values, strict=False))
+        flat = KnownFlat(outlined.skeleton, arrays, self._leaves)
         flat.specs = self._specs
         flat.tensors = None
         if self._plain is not None:
