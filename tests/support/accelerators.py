@@ -25,7 +25,7 @@ class Emulated(Accelerator):
         self.native = native or _native_emulated
         self._placed: list[torch.Tensor] = []
         self.free = self.unreserved = 1 << 40
-        self.begun = self.held = self.joined = self.trimmed = 0
+        self.begun = self.held = self.trimmed = 0
         self.copied = 0  # bytes given out as pinned memory: what may have crossed
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ class Emulated(Accelerator):
         self.held += 1
 
     def join(self) -> None:
-        self.joined += 1
+        pass
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[int]:
@@ -90,7 +90,7 @@ class Real(Accelerator):
 
         super().__init__(torch.device("cuda", 0), _native_cuda)
         self.free = self.unreserved = 1 << 40
-        self.begun = self.held = self.joined = self.trimmed = 0
+        self.begun = self.held = self.trimmed = 0
         self.copied = 0
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -106,10 +106,6 @@ class Real(Accelerator):
     def hold(self) -> None:
         self.held += 1
         super().hold()
-
-    def join(self) -> None:
-        self.joined += 1
-        super().join()
 
     def free_bytes(self) -> int:
         return min(self.free, super().free_bytes())
