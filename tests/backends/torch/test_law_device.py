@@ -36,7 +36,7 @@ pytest.importorskip(
 )
 
 LAW = Policy.exact(law=True)
-SHAPE = (521, 701)  # five blocks of a group, the last one with padding
+SHAPE = (301, 295)  # two blocks of a group, the last one with padding
 LARGE = (1040, 700)  # so that the samples for the fit are few bytes beside the leaves
 LARGE_BYTES = 2 * 3 * 4 * math.prod(LARGE)  # of two groups
 
