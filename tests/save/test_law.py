@@ -19,12 +19,12 @@ from deltacheck.errors import Damaged, LeafPruned
 from deltacheck.maintain.compaction import compact
 from deltacheck.save.partial_steps import remove_leaves
 from deltacheck.store.roots.opening import open_root
-from deltacheck.store.segment import METHOD
 from tests.golden.make import LawRun, described
 from tests.support import forge
 from tests.support.adam_run import AdamRun
 from tests.support.merging import merge_newest
 from tests.support.ranked_run import RankedRun, cells, rows
+from tests.support.segment_files import methods
 
 SHAPE = (320, 400)
 LAW = Policy.exact(law=True)
@@ -45,17 +45,6 @@ class Narrow(AdamRun):
                 v += (f(0.001) * g) * g
                 root = np.sqrt(v) / f((1 - 0.999**self.step) ** 0.5) + f(1e-8)
                 master -= f(self.rate / (1 - 0.9**self.step)) * m / root
-
-
-def methods(root: Path, step: int) -> set[int]:
-    """Return the methods of the chunks that a save has written."""
-    opened = open_root(root)
-    segment = opened.store.segment(opened.manifest(step).segments[-1])
-    return {
-        int(method)
-        for number in range(len(segment.table.parts))
-        for method in segment.part(number).index[:, METHOD]
-    }
 
 
 def save(engine: Engine, step: int, run: AdamRun) -> tuple[Any, int]:

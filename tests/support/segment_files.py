@@ -1,9 +1,12 @@
-"""The files of segments, for comparisons of saves."""
+"""The files and chunks of segments, for comparisons of saves."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+from deltacheck.store.roots.opening import open_root
+from deltacheck.store.segment import METHOD
 
 
 def segment_files(root: Path) -> dict[str, bytes]:
@@ -17,3 +20,14 @@ def segment_files(root: Path) -> dict[str, bytes]:
             files[re.sub(r"-[0-9a-f]{8}/", "/", str(file.relative_to(root)))] = content
     assert any("/delta." in name for name in files), "no save has stored a difference"
     return files
+
+
+def methods(root: Path, step: int) -> set[int]:
+    """Return the methods of the chunks that a save has written."""
+    opened = open_root(root)
+    segment = opened.store.segment(opened.manifest(step).segments[-1])
+    return {
+        int(method)
+        for number in range(len(segment.table.parts))
+        for method in segment.part(number).index[:, METHOD]
+    }

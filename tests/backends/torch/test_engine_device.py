@@ -29,11 +29,9 @@ from deltacheck.codec.base import ORDERED, GroupJob
 from deltacheck.leaf.digest import chunk_digests
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.policy import Policy
-from deltacheck.store.roots.opening import open_root
-from deltacheck.store.segment import METHOD
 from tests.contracts.codec import CASES, Case, moved, same, words
 from tests.support.accelerators import Device, Emulated, Real
-from tests.support.segment_files import segment_files
+from tests.support.segment_files import methods, segment_files
 from tests.support.states import assert_same, kinds
 
 emulated = pytest.importorskip(
@@ -283,9 +281,7 @@ def test_changed_weights_are_in_the_order_of_their_classes_as_on_the_host(
         with Engine(root, policy=Policy.auto(), options=options) as engine:
             for step, content in enumerate(states):
                 engine.save(step, content).result(240)
-        opened = open_root(root)
-        part = opened.store.segment(opened.manifest(2).segments[-1]).part(0)
-        assert set(part.index[:, METHOD].tolist()) <= set(ORDERED.values())
+        assert methods(root, 2) <= set(ORDERED.values())
     assert segment_files(tmp_path / "device") == segment_files(tmp_path / "host")
 
 

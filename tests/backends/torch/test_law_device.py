@@ -25,10 +25,8 @@ from deltacheck.errors import SnapshotTorn
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.spec import LeafKind, LeafSpec
 from deltacheck.save.job import leaf_capture
-from deltacheck.store.roots.opening import open_root
-from deltacheck.store.segment import METHOD
 from tests.support.accelerators import Device, Emulated
-from tests.support.segment_files import segment_files
+from tests.support.segment_files import methods, segment_files
 from tests.support.states import assert_same, kinds, random_tensor
 
 pytest.importorskip(
@@ -133,17 +131,6 @@ def copied(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: copied(value) for key, value in state.items()}
     return state
-
-
-def methods(root: Path, step: int) -> set[int]:
-    """Return the methods of the chunks that a save has written."""
-    opened = open_root(root)
-    segment = opened.store.segment(opened.manifest(step).segments[-1])
-    return {
-        int(method)
-        for number in range(len(segment.table.parts))
-        for method in segment.part(number).index[:, METHOD]
-    }
 
 
 def assert_same_roots(root: Path, host_root: Path, states: list[Any]) -> None:
