@@ -72,10 +72,8 @@ def planned(flat: Flat, options: SaveOptions, copies: DeviceCopies) -> Sources:
             for path, current in copies.of(flat.arrays, specs).items()
         }
     rest = [path for path in specs if path not in views and path not in unviewed]
-    bytes_left = sum(specs[path].raw_bytes for path in rest)
-    is_later = not is_eager and (
-        not rest or bytes_left <= cache_bytes_of(sum(s.raw_bytes for s in specs.values()), options)
-    )
+    most_bytes = cache_bytes_of(sum(spec.raw_bytes for spec in specs.values()), options)
+    is_later = not is_eager and sum(specs[path].raw_bytes for path in rest) <= most_bytes
     unviewed |= {path: _other(specs[path], flat.arrays[path], is_later) for path in rest}
     seed = secrets.randbits(62)
     contents = fingerprints(
