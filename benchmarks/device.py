@@ -23,6 +23,7 @@ from deltacheck.codec.base import (
     GRADIENT_LAW,
     LAW_PARTS,
     METHOD_NAMES,
+    MORE_PIECES,
     ROW_METHOD,
     STREAMS,
     GroupJob,
@@ -34,8 +35,6 @@ DENSITIES = (0.0, 0.001, 0.02, 0.1, 1.0)
 
 _WORDS = {"bfloat16": torch.int16, "bfloat16, ordered": torch.int16, "float32": torch.int32}
 _GROUP = "float32, by the law"
-# How often the bytes of an ordered chunk and of one with a law count in a workspace.
-_ORDERED_PIECES = 3
 
 ENCODE_AT_LEAST = 0.70  # of the copy bandwidth, at 2 % of bfloat16
 DENSE_AT_LEAST = 0.75  # planes of float32, all changed
@@ -115,7 +114,7 @@ def _encoding(device: Any, size: int, place: str) -> tuple[list[list[Cell]], lis
             original = base.clone()
             device.begin()
             # No group if nothing changed.
-            window = _ORDERED_PIECES * size
+            window = MORE_PIECES * size
             groups = list(windows.encode(device, [job], window, lambda used: None, lambda: None))
             encoded = [group.encoded for group in groups]
             streams = sum(stream.size for part in encoded for stream in part.streams.values())
@@ -161,7 +160,7 @@ def encoded_once(device: Any, size: int, place: str, name: str, density: float) 
     """Encode a state once, for a profiler."""
     job = _job(name, density, size, place)
     device.begin()
-    window = _ORDERED_PIECES * size
+    window = MORE_PIECES * size
     for _ in windows.encode(device, [job], window, lambda used: None, lambda: None):
         pass
 
@@ -215,20 +214,16 @@ def _kernels(
     device: Any, place: str, job: GroupJob, digests: bool, before: Callable[[], object]
 ) -> float:
     """Return the seconds of the encoder's kernels alone."""
-    table = np.zeros(job.bounds.size - 1, windows.CHUNK)
+    table = windows.chunk_table(job.current.data_ptr(), job.bounds, job.word_bytes)
     offsets = job.bounds[:-1] * np.uint64(job.word_bytes)
-    table["current"], table["base"] = (
-        np.uint64(job.current.data_ptr()) + offsets,
-        np.uint64(job.base.data_ptr()) + offsets,
-    )
-    table["words"], table["word_bytes"] = np.diff(job.bounds), job.word_bytes
+    table["base"] = np.uint64(job.base.data_ptr()) + offsets
     table["ordered"] = job.ordered
     total, chunks = job.current.numel(), table.size
     scratch_bytes = total
     if job.law is not None:
         table["method"], table["law"] = job.law[0], np.void(job.law[1])
     if job.ordered or job.law is not None:
-        scratch_bytes *= _ORDERED_PIECES
+        scratch_bytes *= MORE_PIECES
     host_table = device.pinned(table.nbytes)
     host_table.numpy()[:] = table.view(np.uint8)
     workspace = torch.empty(

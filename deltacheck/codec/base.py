@@ -41,6 +41,8 @@ ORDERED = {SPARSE: ORDERED_SPARSE, BITMAP: ORDERED_BITMAP}
 LAWS = (GRADIENT_LAW, MEAN_LAW, STEPS_LAW)
 LAW_PARTS, LAW_BYTES = 3, 64
 TILE_ENTRY_BYTES = 6  # of a tile in the stream tiles
+# How often the bytes of a chunk that is ordered or has a law count in the workspace of a device.
+MORE_PIECES = 3
 
 # Permanent names, in the order in which streams are listed everywhere.
 # The native module gives and takes streams by their position here.

@@ -115,7 +115,8 @@ void check_group(const Group& group, const std::string& name, uint64_t missing =
                      static_cast<uint32_t>(piece->words), static_cast<uint16_t>(piece->word_bytes),
                      static_cast<uint8_t>(piece->ordered), static_cast<uint8_t>(piece->method),
                      piece->law});
-    bytes += piece->current.size() * (piece->ordered || is_law(piece->method) ? 3 : 1);
+    bytes +=
+        piece->current.size() * (piece->ordered || is_law(piece->method) ? device::kMorePieces : 1);
   }
   const uint32_t chunks = static_cast<uint32_t>(group.size());
   const Memory scratch(device::scratch_bytes(chunks, bytes)),

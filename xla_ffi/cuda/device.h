@@ -45,8 +45,12 @@ struct EncodeArguments {
   uint64_t* digests;
 };
 
+// How often the bytes of a chunk that is ordered or has a law count in scratch. MORE_PIECES of
+// deltacheck/codec/base.py is the same number.
+constexpr uint64_t kMorePieces = 3;
+
 // Returns the scratch bytes for a group of `chunks` chunks that have `bytes` bytes together, where
-// those of an ordered chunk, and of one with a law, count three times.
+// those of an ordered chunk, and of one with a law, count kMorePieces times.
 size_t scratch_bytes(uint32_t chunks, uint64_t bytes);
 
 // Encodes every chunk against its base, which becomes equal to it even if the payload overflows.

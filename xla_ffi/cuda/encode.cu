@@ -30,9 +30,6 @@ namespace deltacheck {
 namespace device {
 namespace {
 
-// The most pieces of scratch of a chunk, see `pieces_of`.
-constexpr uint64_t kMostPieces = 3;
-
 // Slots begin at multiples of a memory transaction, so that aligned stores stay aligned.
 constexpr uint64_t kSlotAlignment = 256;
 
@@ -64,7 +61,7 @@ __device__ inline uint64_t slot_bytes(const Chunk& chunk) {
 // words are ordered, their differences and as many zeros, and of a chunk with a law, its prediction
 // and its gradients.
 __device__ inline uint64_t pieces_of(const Chunk& chunk) {
-  return is_ordered(chunk) || is_group(chunk) ? kMostPieces : 1;
+  return is_ordered(chunk) || is_group(chunk) ? kMorePieces : 1;
 }
 
 // Returns a piece of a chunk; 0 is the slot.
@@ -1048,7 +1045,7 @@ size_t bytes_before_slots(uint32_t chunks) {
 }  // namespace
 
 size_t scratch_bytes(uint32_t chunks, uint64_t bytes) {
-  return bytes_before_slots(chunks) + bytes + kMostPieces * chunks * (kSlotAlignment - 1);
+  return bytes_before_slots(chunks) + bytes + kMorePieces * chunks * (kSlotAlignment - 1);
 }
 
 cudaError_t encode(const EncodeArguments& arguments, cudaStream_t stream) {

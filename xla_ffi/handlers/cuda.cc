@@ -64,7 +64,7 @@ ffi::Error encode_on_cuda(cudaStream_t stream, ffi::RemainingArgs arguments,
   uint64_t bytes = 0;
   for (size_t i = 0; i < leaves.size(); ++i) {
     add_chunks(leaves[i], ordered[i] != 0, &table);
-    bytes += leaves[i].run.bytes() * (ordered[i] != 0 ? 3 : 1);
+    bytes += leaves[i].run.bytes() * (ordered[i] != 0 ? device::kMorePieces : 1);
   }
   // XLA allocates the workspace as a result, since a handler must not allocate device memory
   // itself.

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from deltacheck.codec import memory
 from deltacheck.codec.base import (
     HEAD_ENTRIES,
+    MORE_PIECES,
     ROW_WIDTH,
     STREAMS,
     U8,
@@ -213,9 +214,9 @@ def _encode(
         _shaped((total,), np.uint8),
     ]
     if platform == "CUDA":
-        # Those of ordered leaves count three times.
-        scratch_bytes = total + 2 * sum(
-            size for size, is_ordered in zip(sizes, ordered, strict=True) if is_ordered
+        scratch_bytes = sum(
+            size * (MORE_PIECES if is_ordered else 1)
+            for size, is_ordered in zip(sizes, ordered, strict=True)
         )
         results += [
             _shaped((chunks, 4), np.uint32),

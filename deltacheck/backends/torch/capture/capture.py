@@ -15,6 +15,7 @@ from deltacheck.backends.numpy_leaves import specs_of
 from deltacheck.backends.torch.capture.batch import Placements, one_by_one, planned
 from deltacheck.backends.torch.capture.device import Accelerator
 from deltacheck.backends.torch.capture.device_leaves import DeviceLeaves, HeldLeaf
+from deltacheck.backends.torch.capture.device_memory import DeviceMemory
 from deltacheck.backends.torch.capture.guard import Guarded, unchanged_check
 from deltacheck.backends.torch.capture.residents import StateResidents
 from deltacheck.backends.torch.capture.staging import Staging
@@ -129,7 +130,7 @@ class Capture:
             elif self._in_order:
                 read = partial(staging.take, path)
             else:
-                read = partial(_to_host, leaf.device, leaf.content)
+                read = partial(DeviceMemory(leaf.device).host, leaf.content)
             if leaf.aliases:
                 alias, *more_aliases = leaf.aliases
                 sources[path] = LeafSource(
@@ -171,7 +172,3 @@ def _on_host(device: Accelerator, sample: Any) -> NDArray[np.uint8]:
     with device.aside():
         host: NDArray[np.uint8] = sample.cpu().numpy()
     return host
-
-
-def _to_host(device: Accelerator, tensor: torch.Tensor) -> NDArray[np.uint8]:
-    return Staging({"": (device, tensor)}, tensor.numel()).take("")

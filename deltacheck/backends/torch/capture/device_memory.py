@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from deltacheck.backends.torch.capture.device import Accelerator
 from deltacheck.backends.torch.capture.device_copies import Layout, copied, parts_of
 from deltacheck.backends.torch.capture.staging import Staging
-from deltacheck.backends.torch.capture.windows import CHUNK
+from deltacheck.backends.torch.capture.windows import chunk_table
 from deltacheck.codec import adam_law, derivation
 from deltacheck.codec.adam_law import Places
 from deltacheck.codec.base import U8, U64
@@ -45,11 +45,7 @@ class DeviceMemory:
         return parts_of(copied(self.device, [content], layout), layout)[0]
 
     def digests(self, content: torch.Tensor, spec: LeafSpec) -> U64:
-        bounds = spec.bounds() * np.uint64(spec.word_bytes)
-        table = np.zeros(spec.chunk_count, CHUNK)
-        table["current"] = np.uint64(content.data_ptr()) + bounds[:-1]
-        table["words"] = np.diff(bounds) // np.uint64(spec.word_bytes)
-        table["word_bytes"] = spec.word_bytes
+        table = chunk_table(content.data_ptr(), spec.bounds(), spec.word_bytes)
         host_table = self.device.pinned(table.nbytes)
         host_table.numpy()[:] = table.view(np.uint8)
         with self.device.aside() as stream:

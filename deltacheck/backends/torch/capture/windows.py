@@ -18,6 +18,7 @@ from deltacheck.backends.torch.capture.device_copies import ALIGNED, Layout, cop
 from deltacheck.codec.base import (
     HEAD_ENTRIES,
     LAW_BYTES,
+    MORE_PIECES,
     ROW_WIDTH,
     STREAMS,
     TILE_ENTRY_BYTES,
@@ -43,8 +44,6 @@ CHUNK = np.dtype(
     ]
 )
 INTERFACE = 4  # of the extension, see module_cuda.cc
-# How often the bytes of a chunk count in a workspace if it is ordered or has a law.
-_ORDERED_PIECES = 3
 WINDOWS = 2  # at a time: one is computed while the other is copied to the host
 
 
@@ -99,6 +98,21 @@ def encode(
         yield _fetch(device, running.popleft(), make_room)
 
 
+def chunk_table(address: int, bounds: U64, word_bytes: int) -> NDArray[np.void]:
+    """Return the table of the chunks of one content, without a base.
+
+    Args:
+        address: The address of its first word.
+        bounds: uint64 ``(chunks + 1,)`` word offsets, ascending.
+        word_bytes: Bytes of a word.
+    """
+    table = np.zeros(bounds.size - 1, CHUNK)
+    # All factors are uint64: NumPy turns a mixture of uint64 and int64 into float64.
+    table["current"] = np.uint64(address) + bounds[:-1] * np.uint64(word_bytes)
+    table["words"], table["word_bytes"] = np.diff(bounds), word_bytes
+    return table
+
+
 def _cut(
     jobs: Sequence[GroupJob], window_bytes: int
 ) -> Iterator[tuple[list[GroupSpan], NDArray[np.void]]]:
@@ -108,7 +122,7 @@ def _cut(
     size = 0
     for number, job in enumerate(jobs):
         words = np.diff(job.bounds)
-        pieces = _ORDERED_PIECES if job.ordered or job.law is not None else 1
+        pieces = MORE_PIECES if job.ordered or job.law is not None else 1
         ends = np.cumsum(words * np.uint64(job.word_bytes * pieces)).astype(np.int64)
         first = 0
         while first < words.size:
@@ -122,12 +136,10 @@ def _cut(
                 yield spans, np.concatenate(tables)
                 spans, tables, size = [], [], 0
                 continue
-            table = np.zeros(stop - first, CHUNK)
-            # All factors are uint64: NumPy turns a mixture of uint64 and int64 into float64.
-            offsets = job.bounds[first:stop] * np.uint64(job.word_bytes)
-            table["current"] = np.uint64(job.current.data_ptr()) + offsets
+            bounds = job.bounds[first : stop + 1]
+            table = chunk_table(job.current.data_ptr(), bounds, job.word_bytes)
+            offsets = table["current"] - np.uint64(job.current.data_ptr())
             table["base"] = np.uint64(job.base.data_ptr()) + offsets
-            table["words"], table["word_bytes"] = words[first:stop], job.word_bytes
             table["ordered"] = job.ordered
             if job.law is not None:
                 table["method"] = job.law[0]
@@ -176,7 +188,7 @@ def _enqueue(
     chunks, total = table.size, int(sizes.sum())
     has_law = table["method"] != UNCHANGED
     more_pieces = sizes[has_law | (table["ordered"] != 0)]
-    scratch_bytes = total + (_ORDERED_PIECES - 1) * int(more_pieces.sum())
+    scratch_bytes = total + (MORE_PIECES - 1) * int(more_pieces.sum())
     # Always large enough, because no chunk is stored in more than its own bytes, apart from its law
     # and, of a few words, its exceptions.
     payload_bytes = total + (LAW_BYTES + TILE_ENTRY_BYTES) * int(has_law.sum())
